@@ -170,7 +170,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def list_position(ranks, tile, RATIO: tl.constexpr):
+def _list_position(ranks, tile, RATIO: tl.constexpr):
     # The number of tiles of a row's listed blocks before a tile; a block is RATIO tiles long.
     block = tile // RATIO
     before = tl.load(ranks + block)
@@ -178,7 +178,7 @@ def list_position(ranks, tile, RATIO: tl.constexpr):
 
 
 @triton.jit
-def tile_at(blocks, at, listed, RATIO: tl.constexpr):
+def _tile_at(blocks, at, listed, RATIO: tl.constexpr):
     # The tile at a position among those of a row's listed blocks. Loops read it one iteration ahead; it is not read if
     # not `listed`.
     block = at // RATIO
@@ -240,12 +240,12 @@ def fwd(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 128, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -269,12 +269,12 @@ def fwd(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
@@ -402,12 +402,12 @@ def dq(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 128, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -427,12 +427,12 @@ def dq(
         ds = p * (dp - delta[:, None])
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
@@ -579,12 +579,12 @@ def dkdv(
         + tl.cast(h, tl.int64) * stride_q_list_h
         + tl.cast(kv_start // 128, tl.int64) * stride_q_list_t
     )
-    q_full_end_at = list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
-    q_ahead = tile_at(Q_LIST_row, 0, q_full_end_at > 0, BLOCK // BLOCK_Q)
+    q_full_end_at = _list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
+    q_ahead = _tile_at(Q_LIST_row, 0, q_full_end_at > 0, BLOCK // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, q_full_end_at, disable_licm=True):
         q_tile = q_ahead
-        q_ahead = tile_at(Q_LIST_row, at + 1, q_full_end_at > at + 1, BLOCK // BLOCK_Q)
+        q_ahead = _tile_at(Q_LIST_row, at + 1, q_full_end_at > at + 1, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         if TMA:
             q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
@@ -608,12 +608,12 @@ def dkdv(
         dv = tl.dot(p_cast, do, dv)
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
-    q_end_at = list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
-    q_ahead = tile_at(Q_LIST_row, q_full_end_at, q_end_at > q_full_end_at, BLOCK // BLOCK_Q)
+    q_end_at = _list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
+    q_ahead = _tile_at(Q_LIST_row, q_full_end_at, q_end_at > q_full_end_at, BLOCK // BLOCK_Q)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(q_full_end_at, q_end_at, disable_licm=True):
         q_tile = q_ahead
-        q_ahead = tile_at(Q_LIST_row, at + 1, q_end_at > at + 1, BLOCK // BLOCK_Q)
+        q_ahead = _tile_at(Q_LIST_row, at + 1, q_end_at > at + 1, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
         if TMA:
@@ -764,12 +764,12 @@ def jvp(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 128, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -807,12 +807,12 @@ def jvp(
         acc = tl.dot(tp_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:

@@ -182,7 +182,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     Nlse = grad_lse.shape[2]
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
@@ -199,7 +199,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     # programs among which the query heads of a group are split
     splits = max(
         1,
-        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))))),
+        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))))),
     )
     if dq.numel():
         DQ(
@@ -285,5 +285,5 @@ OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float 
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq"),
 )
-OPERATORS = runtime.Operators("butterfly_gqa_d9ffc3f587b9", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("butterfly_gqa_2aa16692ee48", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

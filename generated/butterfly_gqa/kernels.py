@@ -146,7 +146,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def list_position(ranks, tile, RATIO: tl.constexpr):
+def _list_position(ranks, tile, RATIO: tl.constexpr):
     # The number of tiles of a row's listed blocks before a tile; a block is RATIO tiles long.
     block = tile // RATIO
     before = tl.load(ranks + block)
@@ -154,7 +154,7 @@ def list_position(ranks, tile, RATIO: tl.constexpr):
 
 
 @triton.jit
-def tile_at(blocks, at, listed, RATIO: tl.constexpr):
+def _tile_at(blocks, at, listed, RATIO: tl.constexpr):
     # The tile at a position among those of a row's listed blocks. Loops read it one iteration ahead; it is not read if
     # not `listed`.
     block = at // RATIO
@@ -175,12 +175,12 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -220,12 +220,12 @@ def fwd(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -249,12 +249,12 @@ def fwd(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
@@ -314,12 +314,12 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
@@ -386,12 +386,12 @@ def dq(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -411,12 +411,12 @@ def dq(
         ds = p * (dp - delta[:, None])
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
@@ -513,13 +513,13 @@ def dkdv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    split = flat_head % splits
-    hkv = flat_head // splits % Hkv
-    b = flat_head // splits // Hkv
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    split = _flat_head % splits
+    hkv = _flat_head // splits % Hkv
+    b = _flat_head // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -584,13 +584,13 @@ def dkdv(
             + tl.cast(g + hkv * group, tl.int64) * stride_q_list_h
             + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
         )
-        q_full_first_at = list_position(Q_RANK_row, q_full_first, BLOCK // BLOCK_Q)
-        q_full_end_at = list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
-        q_ahead = tile_at(Q_LIST_row, q_full_first_at, q_full_end_at > q_full_first_at, BLOCK // BLOCK_Q)
+        q_full_first_at = _list_position(Q_RANK_row, q_full_first, BLOCK // BLOCK_Q)
+        q_full_end_at = _list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
+        q_ahead = _tile_at(Q_LIST_row, q_full_first_at, q_full_end_at > q_full_first_at, BLOCK // BLOCK_Q)
         # tiles with nothing to mask: no mask, no bounds checks
         for at in tl.range(q_full_first_at, q_full_end_at, disable_licm=True):
             q_tile = q_ahead
-            q_ahead = tile_at(Q_LIST_row, at + 1, q_full_end_at > at + 1, BLOCK // BLOCK_Q)
+            q_ahead = _tile_at(Q_LIST_row, at + 1, q_full_end_at > at + 1, BLOCK // BLOCK_Q)
             q_start = q_tile * BLOCK_Q
             if TMA:
                 q = Q.load([b, g + hkv * group, q_start, 0]).reshape(BLOCK_Q, D_QK)
@@ -614,18 +614,18 @@ def dkdv(
             dv = tl.dot(p_cast, do, dv)
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
-        q_first_at = list_position(Q_RANK_row, q_first, BLOCK // BLOCK_Q)
-        q_end_at = list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
+        q_first_at = _list_position(Q_RANK_row, q_first, BLOCK // BLOCK_Q)
+        q_end_at = _list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
         q_stop = q_full_first_at + (q_end_at - q_full_end_at)
         q_at = q_first_at
         q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))
-        q_ahead = tile_at(Q_LIST_row, q_at, q_stop > q_first_at, BLOCK // BLOCK_Q)
+        q_ahead = _tile_at(Q_LIST_row, q_at, q_stop > q_first_at, BLOCK // BLOCK_Q)
         # tiles that the mask or the end of a tensor cuts
         for at in tl.range(q_first_at, q_stop, disable_licm=True):
             q_tile = q_ahead
             q_at = at + 1
             q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))
-            q_ahead = tile_at(Q_LIST_row, q_at, q_stop > at + 1, BLOCK // BLOCK_Q)
+            q_ahead = _tile_at(Q_LIST_row, q_at, q_stop > at + 1, BLOCK // BLOCK_Q)
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
             if TMA:
@@ -707,22 +707,22 @@ def dkdv_end(
             + tl.cast(hkv, tl.int64) * stride_dv_partial_h
             + tl.cast(split, tl.int64) * stride_dv_partial_s
         )
-        dk_split = tl.load(
+        dk_partial = tl.load(
             DK_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dk_partial_n + (
                 kv_off[:, None] * stride_dk_partial_n + d_qk[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dk = dk + dk_split.to(tl.float32)
-        dv_split = tl.load(
+        dk = dk + dk_partial.to(tl.float32)
+        dv_partial = tl.load(
             DV_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dv_partial_n + (
                 kv_off[:, None] * stride_dv_partial_n + d_v[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dv = dv + dv_split.to(tl.float32)
+        dv = dv + dv_partial.to(tl.float32)
     dk_out = dk.to(dtype)
     tl.store(
         dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),
@@ -753,12 +753,12 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = tO.dtype.element_ty
@@ -812,12 +812,12 @@ def jvp(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -855,12 +855,12 @@ def jvp(
         acc = tl.dot(tp_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:

@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Gluon's TMA copies have other names since Triton 3.8.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-    tma_load = tma.async_load
-    tma_store = tma.async_store
-    cp_async = async_copy.async_load
+    _tma_load = tma.async_load
+    _tma_store = tma.async_store
+    _cp_async = async_copy.async_load
 else:
-    tma_load = tma.async_copy_global_to_shared
-    tma_store = tma.async_copy_shared_to_global
-    cp_async = async_copy.async_copy_global_to_shared
+    _tma_load = tma.async_copy_global_to_shared
+    _tma_store = tma.async_copy_shared_to_global
+    _cp_async = async_copy.async_copy_global_to_shared
 
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -38,13 +38,13 @@ D_V = gl.constexpr(256)
 
 
 @gluon.constexpr_function
-def layout_of(columns):
+def _layout_of(columns):
     # The wgmma accumulator layout of a tile of ROWS rows, in the four warps of a consumer.
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def barrier_arrive(barrier, THREADS: gl.constexpr):
+def _barrier_arrive(barrier, THREADS: gl.constexpr):
     # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
     # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
@@ -55,7 +55,7 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_arrive_early(barrier, THREADS: gl.constexpr):
+def _barrier_arrive_early(barrier, THREADS: gl.constexpr):
     # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
     # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
@@ -65,7 +65,7 @@ def barrier_arrive_early(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_sync(barrier, THREADS: gl.constexpr):
+def _barrier_sync(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all other threads have arrived.
     gl.inline_asm_elementwise(
         "barrier.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1
@@ -73,7 +73,7 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def pinned_moves_ptx(count):
+def _pinned_moves_ptx(count):
     # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
     # runs. ptxas does not know that, and moves no instruction past the branch.
     first, *more = range(count, 2 * count)
@@ -85,37 +85,37 @@ def pinned_moves_ptx(count):
 
 
 @gluon.constexpr_function
-def pinned_moves_constraints(count):
-    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+def _pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `_pinned_moves_ptx`.
     return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
-def pin_before_wait(x, NUMBERS: gl.constexpr):
+def _pin_before_wait(x, NUMBERS: gl.constexpr):
     # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
     return gl.inline_asm_elementwise(
-        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+        _pinned_moves_ptx(NUMBERS), _pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
     )
 
 
 @gluon.jit
-def opaque_zero():
+def _opaque_zero():
     # A zero that the compiler cannot see through: values that depend on it are computed here, not before the loop.
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def row_max(x):
+def _row_max(x):
     # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
-PARTIALS = gl.constexpr(8)  # partial sums of each row
+_PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 
 @gluon.constexpr_function
-def partials_layout():
+def _partials_layout():
     # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
     # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
@@ -123,21 +123,21 @@ def partials_layout():
 
 
 @gluon.jit
-def partial_sums(x, LAYOUT: gl.constexpr):
+def _partial_sums(x, LAYOUT: gl.constexpr):
     # Partial sums of each row, each over every eighth column. A thread adds only its own columns.
     return gl.convert_layout(
-        gl.sum(x.reshape([ROWS, x.shape[1] // PARTIALS, PARTIALS]), 1), LAYOUT, assert_trivial=True
+        gl.sum(x.reshape([ROWS, x.shape[1] // _PARTIALS, _PARTIALS]), 1), LAYOUT, assert_trivial=True
     )
 
 
 @gluon.jit
-def row_vector(x, LAYOUT: gl.constexpr):
+def _row_vector(x, LAYOUT: gl.constexpr):
     # A vector with one value per row, in the layout of the rows of LAYOUT.
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def pack(x, dtype: gl.constexpr):
+def _pack(x, dtype: gl.constexpr):
     # x in the element type, two values per 32-bit register. The compiler does not move it to its use, as it would a
     # cast.
     even, odd = x.reshape([ROWS, x.shape[1] // 2, 2]).split()
@@ -146,7 +146,7 @@ def pack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack(x, dtype: gl.constexpr):
+def _unpack(x, dtype: gl.constexpr):
     # The packed values as a tile of the element type.
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
@@ -155,18 +155,18 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
+def _next_stage(stage, phase, STAGES: gl.constexpr):
     # The stage after this one, and the phase of its barrier.
     last = stage + 1 == STAGES
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def load_row_vector(start, rows_left, stage, full):
+def _load_row_vector(start, rows_left, stage, full):
     # Copy one value for each row of a tile to shared memory, with 0 for rows from `rows_left` on. No thread waits: the
     # copy arrives at the tile's barrier.
     offsets = gl.arange(0, stage.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(stage, start + offsets, mask=offsets < rows_left)
+    _cp_async(stage, start + offsets, mask=offsets < rows_left)
     async_copy.mbarrier_arrive(full)
 
 
@@ -184,67 +184,67 @@ PERSISTENT = {}
 
 @gluon.jit
 def fwd_producer(
-    Q, K, V, kv_end, kv_full_end, q_start, h, b, q_smem, q_full, k_smem, k_full, v_smem, v_full,
+    Q, K, V, kv_end, kv_full_end, q_start, h, b, Q_smem, Q_full, K_smem, K_full, V_smem, V_full,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    k_stage, k_loads = 0, 0
-    v_stage, v_loads = 0, 0
+    K_stage, K_loads = 0, 0
+    V_stage, V_loads = 0, 0
     for copy in gl.static_range(2):
-        mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
-        tma_load(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_smem.index(copy))
+        mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
+        _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
     partial_tiles = kv_end - kv_full_end
     full_tiles = kv_full_end
     # partial tiles, then full tiles
     for at in range(partial_tiles + full_tiles):
         kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)
         kv_start = kv_tile * BLOCK_KV
-        if k_loads >= STAGES:
-            barrier_sync(5 + k_stage, THREADS)  # the stage is free
-        mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-        tma_load(K, [b, h, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-        k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-        if v_loads >= STAGES:
-            barrier_sync(5 + STAGES + v_stage, THREADS)  # the stage is free
-        mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-        tma_load(V, [b, h, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-        v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-    for _ in range(gl.minimum(k_loads, STAGES)):
-        k_stage = gl.where(k_stage == 0, STAGES - 1, k_stage - 1)
-        barrier_sync(5 + k_stage, THREADS)
-    for _ in range(gl.minimum(v_loads, STAGES)):
-        v_stage = gl.where(v_stage == 0, STAGES - 1, v_stage - 1)
-        barrier_sync(5 + STAGES + v_stage, THREADS)
+        if K_loads >= STAGES:
+            _barrier_sync(5 + K_stage, THREADS)  # the stage is free
+        mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+        _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+        K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+        if V_loads >= STAGES:
+            _barrier_sync(5 + STAGES + V_stage, THREADS)  # the stage is free
+        mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+        _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+        V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+    for _ in range(gl.minimum(K_loads, STAGES)):
+        K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
+        _barrier_sync(5 + K_stage, THREADS)
+    for _ in range(gl.minimum(V_loads, STAGES)):
+        V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
+        _barrier_sync(5 + STAGES + V_stage, THREADS)
 
 
 @gluon.jit
 def fwd_consumer(
-    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, kv_end, kv_full_end, q_start, h, b, q_smem,
-    q_full, k_smem, k_full, v_smem, v_full,
+    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, kv_end, kv_full_end, q_start, h, b,
+    Q_smem, Q_full, K_smem, K_full, V_smem, V_full,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
+    _PARTIALS_LAYOUT: gl.constexpr = _partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
-    k_stage, k_phase = 0, 0
-    v_stage, v_phase = 0, 0
-    q_start = q_start + WARP_GROUP * ROWS
+    K_stage, K_phase = 0, 0
+    V_stage, V_phase = 0, 0
+    q_start = q_start + _WARP_GROUP * ROWS
     q_idx = q_start + q_off
-    if WARP_GROUP == 1:
-        barrier_arrive(14, 256)  # the first instance starts
+    if _WARP_GROUP == 1:
+        _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
-    mbarrier.wait(q_full.index(WARP_GROUP), 0)
-    q = q_smem.index(WARP_GROUP).reshape([ROWS, D_QK])
+    mbarrier.wait(Q_full.index(_WARP_GROUP), 0)
+    q = Q_smem.index(_WARP_GROUP).reshape([ROWS, D_QK])
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
+    l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
     acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
     partial_tiles = kv_end - kv_full_end
     full_tiles = kv_full_end
@@ -254,22 +254,22 @@ def fwd_consumer(
     masked_tiles = kv_end - own_full_end
     # tiles whose keys are all hidden from this warp group's rows
     for _ in range(hidden_tiles):
-        barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
-        barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
-        mbarrier.wait(k_full.index(k_stage), k_phase)
-        barrier_arrive(5 + k_stage, THREADS)
-        k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        barrier_arrive(5 + STAGES + v_stage, THREADS)
-        v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
+        _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
+        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        mbarrier.wait(K_full.index(K_stage), K_phase)
+        _barrier_arrive(5 + K_stage, THREADS)
+        K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
+        mbarrier.wait(V_full.index(V_stage), V_phase)
+        _barrier_arrive(5 + STAGES + V_stage, THREADS)
+        V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
     if hidden_tiles < partial_tiles + full_tiles:
         first_tile = gl.where(hidden_tiles < partial_tiles, kv_end - 1 - hidden_tiles, hidden_tiles - partial_tiles)
         kv_tile = first_tile
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
-        mbarrier.wait(k_full.index(k_stage), k_phase)
-        k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
-        barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+        mbarrier.wait(K_full.index(K_stage), K_phase)
+        k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
+        _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         s_flight = warpgroup_mma(
             q,
             k.permute((1, 0)),
@@ -277,27 +277,27 @@ def fwd_consumer(
             use_acc=False,
             is_async=True,
         )
-        barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
         s = warpgroup_mma_wait(0, deps=[s_flight])
-        barrier_arrive_early(5 + k_stage, THREADS)
-        k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+        _barrier_arrive_early(5 + K_stage, THREADS)
+        K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
         s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-        m_new = gl.maximum(m, row_max(s))
+        m_new = gl.maximum(m, _row_max(s))
         m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
         p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = gl.exp2((m - m_seen) * qk_scale)
-        weights = pack(p, dtype)
-        p_sum = partial_sums(p, PARTIALS_LAYOUT)
-        soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-        l = p_sum + l * soft_alpha_partials[:, None]
-        soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-        acc = acc * soft_alpha_acc[:, None]
+        weights = _pack(p, dtype)
+        p_sum = _partial_sums(p, _PARTIALS_LAYOUT)
+        soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+        l = p_sum + l * soft_alpha_PARTIALS[:, None]
+        soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+        acc = acc * soft_alpha_ACC[:, None]
         m = m_new
         # partial tiles, then full tiles
         for at in range(hidden_tiles + 1, partial_tiles + full_tiles):
-            mbarrier.wait(k_full.index(k_stage), k_phase)
-            k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+            mbarrier.wait(K_full.index(K_stage), K_phase)
+            k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             s_flight = warpgroup_mma(
                 q,
                 k.permute((1, 0)),
@@ -305,53 +305,53 @@ def fwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            mbarrier.wait(V_full.index(V_stage), V_phase)
+            v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+            weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
-            barrier_arrive_early(5 + k_stage, THREADS)
-            k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+            _barrier_arrive_early(5 + K_stage, THREADS)
+            K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
             if at < masked_tiles:
                 kv_tile = kv_end - 1 - at
                 kv_start = kv_tile * BLOCK_KV
                 kv_idx = kv_start + kv_off
                 s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-            m_new = gl.maximum(m, row_max(s))
+            m_new = gl.maximum(m, _row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
-            weights = pack(p, dtype)
-            p_sum = partial_sums(p, PARTIALS_LAYOUT)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-            l = p_sum + l * soft_alpha_partials[:, None]
-            l = pin_before_wait(l, 4)
+            weights = _pack(p, dtype)
+            p_sum = _partial_sums(p, _PARTIALS_LAYOUT)
+            soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+            l = p_sum + l * soft_alpha_PARTIALS[:, None]
+            l = _pin_before_wait(l, 4)
             acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            barrier_arrive_early(5 + STAGES + v_stage, THREADS)
-            v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-            soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-            acc = acc_next * soft_alpha_acc[:, None]
+            _barrier_arrive_early(5 + STAGES + V_stage, THREADS)
+            V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+            soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+            acc = acc_next * soft_alpha_ACC[:, None]
             m = m_new
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-        weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+        mbarrier.wait(V_full.index(V_stage), V_phase)
+        v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+        weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
         acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
         acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-        barrier_arrive_early(5 + STAGES + v_stage, THREADS)
-        v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-    keys_l = row_vector(gl.sum(l, 1), SCORES)
+        _barrier_arrive_early(5 + STAGES + V_stage, THREADS)
+        V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+    keys_l = _row_vector(gl.sum(l, 1), SCORES)
     inv_l = gl.where(keys_l > 0, 1.0 / keys_l, 0)
-    inv_l_acc = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
-    o = (acc * inv_l_acc[:, None]).to(dtype)
-    q_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(o)
+    inv_l_ACC = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
+    o = (acc * inv_l_ACC[:, None]).to(dtype)
+    Q_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(o)
     fence_async_shared()
-    tma_store(O, [b, h, q_start, 0], q_smem.index(WARP_GROUP))
+    _tma_store(O, [b, h, q_start, 0], Q_smem.index(_WARP_GROUP))
     lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
     LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
     gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-    if WARP_GROUP == 0:
-        barrier_sync(14, 256)  # matches the last arrive
+    if _WARP_GROUP == 0:
+        _barrier_sync(14, 256)  # matches the last arrive
     tma.store_wait(0)
 
 
@@ -368,26 +368,26 @@ def fwd(
     pid = gl.program_id(0)
     q_tiles = gl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(2):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(2):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(V_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -395,24 +395,24 @@ def fwd(
             (
                 fwd_consumer,
                 (
-                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, kv_end, kv_full_end, q_start,
-                    h, b, q_smem, q_full, k_smem, k_full, v_smem, v_full, BLOCK_KV, STAGES, THREADS,
-                    0,
+                    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, kv_end, kv_full_end,
+                    q_start, h, b, Q_smem, Q_full, K_smem, K_full, V_smem, V_full, BLOCK_KV, STAGES,
+                    THREADS, 0,
                 ),
             ),
             (
                 fwd_consumer,
                 (
-                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, kv_end, kv_full_end, q_start,
-                    h, b, q_smem, q_full, k_smem, k_full, v_smem, v_full, BLOCK_KV, STAGES, THREADS,
-                    1,
+                    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, kv_end, kv_full_end,
+                    q_start, h, b, Q_smem, Q_full, K_smem, K_full, V_smem, V_full, BLOCK_KV, STAGES,
+                    THREADS, 1,
                 ),
             ),
             (
                 fwd_producer,
                 (
-                    Q, K, V, kv_end, kv_full_end, q_start, h, b, q_smem, q_full, k_smem, k_full,
-                    v_smem, v_full, BLOCK_KV, STAGES, THREADS,
+                    Q, K, V, kv_end, kv_full_end, q_start, h, b, Q_smem, Q_full, K_smem, K_full,
+                    V_smem, V_full, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
         ],
@@ -423,65 +423,65 @@ def fwd(
 
 @gluon.jit
 def dq_producer(
-    Q, K, V, dO, kv_end, q_start, h, b, q_smem, q_full, do_smem, do_full, k_smem, k_full, v_smem,
-    v_full,
+    Q, K, V, dO, kv_end, q_start, h, b, Q_smem, Q_full, dO_smem, dO_full, K_smem, K_full, V_smem,
+    V_full,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    k_stage, k_loads = 0, 0
-    v_loads = 0
+    K_stage, K_loads = 0, 0
+    V_loads = 0
     for copy in gl.static_range(2):
-        mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
-        tma_load(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_smem.index(copy))
+        mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
+        _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
     for copy in gl.static_range(2):
-        mbarrier.expect(do_full.index(copy), ROWS * D_V * 2)
-        tma_load(dO, [b, h, q_start + copy * 64, 0], do_full.index(copy), do_smem.index(copy))
+        mbarrier.expect(dO_full.index(copy), ROWS * D_V * 2)
+        _tma_load(dO, [b, h, q_start + copy * 64, 0], dO_full.index(copy), dO_smem.index(copy))
     # tiles in order
     for kv_tile in range(kv_end):
         kv_start = kv_tile * BLOCK_KV
-        if k_loads >= STAGES:
-            barrier_sync(5 + k_stage, THREADS)  # the stage is free
-        mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-        tma_load(K, [b, h, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-        k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-        if v_loads >= 1:
-            barrier_sync(5 + STAGES, THREADS)  # the stage is free
-        mbarrier.expect(v_full.index(0), BLOCK_KV * D_V * 2)
-        tma_load(V, [b, h, kv_start, 0], v_full.index(0), v_smem.index(0))
-        v_loads += 1
-    for _ in range(gl.minimum(k_loads, STAGES)):
-        k_stage = gl.where(k_stage == 0, STAGES - 1, k_stage - 1)
-        barrier_sync(5 + k_stage, THREADS)
-    if v_loads > 0:
-        barrier_sync(5 + STAGES, THREADS)
+        if K_loads >= STAGES:
+            _barrier_sync(5 + K_stage, THREADS)  # the stage is free
+        mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+        _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+        K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+        if V_loads >= 1:
+            _barrier_sync(5 + STAGES, THREADS)  # the stage is free
+        mbarrier.expect(V_full.index(0), BLOCK_KV * D_V * 2)
+        _tma_load(V, [b, h, kv_start, 0], V_full.index(0), V_smem.index(0))
+        V_loads += 1
+    for _ in range(gl.minimum(K_loads, STAGES)):
+        K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
+        _barrier_sync(5 + K_stage, THREADS)
+    if V_loads > 0:
+        _barrier_sync(5 + STAGES, THREADS)
 
 
 @gluon.jit
 def dq_consumer(
-    O, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b, stride_o_h, stride_o_n,
-    stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_delta_b, stride_delta_h,
-    stride_lse2_b, stride_lse2_h, kv_end, kv_full_end, q_start, h, b, q_smem, q_full, do_smem,
-    do_full, k_smem, k_full, v_smem, v_full,
+    Q, K, V, O, dO, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b, stride_o_h,
+    stride_o_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_delta_b,
+    stride_delta_h, stride_lse2_b, stride_lse2_h, kv_end, kv_full_end, q_start, h, b, Q_smem,
+    Q_full, dO_smem, dO_full, K_smem, K_full, V_smem, V_full,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, ACC))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = dQ.dtype
-    k_stage, k_phase = 0, 0
-    v_phase = 0
-    q_start = q_start + WARP_GROUP * ROWS
+    K_stage, K_phase = 0, 0
+    V_phase = 0
+    q_start = q_start + _WARP_GROUP * ROWS
     q_idx = q_start + q_off
-    if WARP_GROUP == 1:
-        barrier_arrive(14, 256)  # the first instance starts
+    if _WARP_GROUP == 1:
+        _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
     O_head = O + gl.cast(b, gl.int64) * stride_o_b + gl.cast(h, gl.int64) * stride_o_h
     o = gl.load(
@@ -496,12 +496,12 @@ def dq_consumer(
         mask=q_idx < Nlse,
         other=0,
     )
-    mbarrier.wait(q_full.index(WARP_GROUP), 0)
-    mbarrier.wait(do_full.index(WARP_GROUP), 0)
-    do = do_smem.index(WARP_GROUP).reshape([ROWS, D_V])
-    do_acc = do.load(ACC)
-    product = do_acc.to(gl.float32) * o.to(gl.float32)
-    o_do = row_vector(gl.sum(product, 1), SCORES)
+    mbarrier.wait(Q_full.index(_WARP_GROUP), 0)
+    mbarrier.wait(dO_full.index(_WARP_GROUP), 0)
+    do = dO_smem.index(_WARP_GROUP).reshape([ROWS, D_V])
+    do_ACC = do.load(ACC)
+    product = do_ACC.to(gl.float32) * o.to(gl.float32)
+    o_do = _row_vector(gl.sum(product, 1), SCORES)
     delta = o_do - gl.where(lse > float("-inf"), dlse, 0)
     lse2 = gl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
     DELTA_head = DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h
@@ -511,31 +511,31 @@ def dq_consumer(
     dq = gl.full([ROWS, D_QK], 0.0, gl.float32, ACC)
     # tiles in order: those before and after the full ones are partial
     for kv_tile in range(kv_end):
-        q_remat = q_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_QK])
-        do_remat = do_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_V])
-        mbarrier.wait(v_full.index(0), v_phase)
-        v = v_smem.index(0).reshape([BLOCK_KV, D_V])
-        barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+        q_ADDR = Q_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_QK])
+        do_ADDR = dO_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_V])
+        mbarrier.wait(V_full.index(0), V_phase)
+        v = V_smem.index(0).reshape([BLOCK_KV, D_V])
+        _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         dp_flight = warpgroup_mma(
-            do_remat,
+            do_ADDR,
             v.permute((1, 0)),
             gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
             use_acc=False,
             is_async=True,
         )
-        mbarrier.wait(k_full.index(k_stage), k_phase)
-        k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
+        mbarrier.wait(K_full.index(K_stage), K_phase)
+        k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
         s_flight = warpgroup_mma(
-            q_remat,
+            q_ADDR,
             k.permute((1, 0)),
             gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
             use_acc=False,
             is_async=True,
         )
-        barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
         dp = warpgroup_mma_wait(1, deps=[dp_flight])
-        barrier_arrive_early(5 + STAGES, THREADS)
-        v_phase ^= 1
+        _barrier_arrive_early(5 + STAGES, THREADS)
+        V_phase ^= 1
         s = warpgroup_mma_wait(0, deps=[s_flight])
         if kv_tile >= kv_full_end:
             kv_start = kv_tile * BLOCK_KV
@@ -543,20 +543,20 @@ def dq_consumer(
             s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
         p = gl.exp2(s * qk_scale - lse2[:, None])
         ds = p * (dp - delta[:, None])
-        ds_cast = pack(ds, dtype)
-        barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
-        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+        ds_cast = _pack(ds, dtype)
+        _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
+        ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
         dq_flight = warpgroup_mma(ds_cast_operand, k, dq, is_async=True)
-        barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
         dq, ds_cast_operand = warpgroup_mma_wait(0, deps=[dq_flight, ds_cast_operand])
-        barrier_arrive_early(5 + k_stage, THREADS)
-        k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+        _barrier_arrive_early(5 + K_stage, THREADS)
+        K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
     dq_out = (dq * scale).to(dtype)
-    q_smem.index(WARP_GROUP).reshape([ROWS, D_QK]).store(dq_out)
+    Q_smem.index(_WARP_GROUP).reshape([ROWS, D_QK]).store(dq_out)
     fence_async_shared()
-    tma_store(dQ, [b, h, q_start, 0], q_smem.index(WARP_GROUP))
-    if WARP_GROUP == 0:
-        barrier_sync(14, 256)  # matches the last arrive
+    _tma_store(dQ, [b, h, q_start, 0], Q_smem.index(_WARP_GROUP))
+    if _WARP_GROUP == 0:
+        _barrier_sync(14, 256)  # matches the last arrive
     tma.store_wait(0)
 
 
@@ -575,30 +575,30 @@ def dq(
     pid = gl.program_id(0)
     q_tiles = gl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_smem = gl.allocate_shared_memory(dO.dtype, [2, 1, 1, ROWS, D_V], dO.layout)
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [1, 1, 1, BLOCK_KV, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(2):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(do_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(v_full.index(stage), count=1)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dO_smem = gl.allocate_shared_memory(dO.dtype, [2, 1, 1, ROWS, D_V], dO.layout)
+    dO_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [1, 1, 1, BLOCK_KV, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(2):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(dO_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(V_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -606,28 +606,28 @@ def dq(
             (
                 dq_consumer,
                 (
-                    O, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b, stride_o_h,
-                    stride_o_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
-                    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h, kv_end,
-                    kv_full_end, q_start, h, b, q_smem, q_full, do_smem, do_full, k_smem, k_full,
-                    v_smem, v_full, BLOCK_KV, STAGES, THREADS, 0,
+                    Q, K, V, O, dO, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b,
+                    stride_o_h, stride_o_n, stride_lse_b, stride_lse_h, stride_dlse_b,
+                    stride_dlse_h, stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
+                    kv_end, kv_full_end, q_start, h, b, Q_smem, Q_full, dO_smem, dO_full, K_smem,
+                    K_full, V_smem, V_full, BLOCK_KV, STAGES, THREADS, 0,
                 ),
             ),
             (
                 dq_consumer,
                 (
-                    O, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b, stride_o_h,
-                    stride_o_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
-                    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h, kv_end,
-                    kv_full_end, q_start, h, b, q_smem, q_full, do_smem, do_full, k_smem, k_full,
-                    v_smem, v_full, BLOCK_KV, STAGES, THREADS, 1,
+                    Q, K, V, O, dO, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b,
+                    stride_o_h, stride_o_n, stride_lse_b, stride_lse_h, stride_dlse_b,
+                    stride_dlse_h, stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
+                    kv_end, kv_full_end, q_start, h, b, Q_smem, Q_full, dO_smem, dO_full, K_smem,
+                    K_full, V_smem, V_full, BLOCK_KV, STAGES, THREADS, 1,
                 ),
             ),
             (
                 dq_producer,
                 (
-                    Q, K, V, dO, kv_end, q_start, h, b, q_smem, q_full, do_smem, do_full, k_smem,
-                    k_full, v_smem, v_full, BLOCK_KV, STAGES, THREADS,
+                    Q, K, V, dO, kv_end, q_start, h, b, Q_smem, Q_full, dO_smem, dO_full, K_smem,
+                    K_full, V_smem, V_full, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
         ],
@@ -639,127 +639,127 @@ def dq(
 @gluon.jit
 def dk_producer(
     Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    q_end, q_first, kv_start, h, b, k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem,
-    do_full, lse2_smem, delta_smem,
+    q_end, q_first, kv_start, h, b, K_smem, K_full, V_smem, V_full, Q_smem, Q_full, dO_smem,
+    dO_full, LSE2_smem, DELTA_smem,
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_stage, q_loads = 0, 0
-    do_loads = 0
+    Q_stage, Q_loads = 0, 0
+    dO_loads = 0
     for copy in gl.static_range(2):
-        mbarrier.expect(k_full.index(copy), ROWS * D_QK * 2)
-        tma_load(K, [b, h, kv_start + copy * 64, 0], k_full.index(copy), k_smem.index(copy))
+        mbarrier.expect(K_full.index(copy), ROWS * D_QK * 2)
+        _tma_load(K, [b, h, kv_start + copy * 64, 0], K_full.index(copy), K_smem.index(copy))
     for copy in gl.static_range(2):
-        mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
-        tma_load(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_smem.index(copy))
+        mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
+        _tma_load(V, [b, h, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
     # tiles in order
     for q_tile in range(q_first, q_end):
         q_start = q_tile * BLOCK_Q
-        if q_loads >= STAGES:
-            barrier_sync(5 + q_stage, THREADS)  # the stage is free
-        load_row_vector(
+        if Q_loads >= STAGES:
+            _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
+        _load_row_vector(
             LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
             Nq - q_start,
-            lse2_smem.index(q_stage),
-            q_full.index(q_stage),
+            LSE2_smem.index(Q_stage),
+            Q_full.index(Q_stage),
         )
-        load_row_vector(
+        _load_row_vector(
             DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
             Nq - q_start,
-            delta_smem.index(q_stage),
-            q_full.index(q_stage),
+            DELTA_smem.index(Q_stage),
+            Q_full.index(Q_stage),
         )
-        mbarrier.expect(q_full.index(q_stage), BLOCK_Q * D_QK * 2)
-        tma_load(Q, [b, h, q_start, 0], q_full.index(q_stage), q_smem.index(q_stage))
-        q_stage, q_loads = gl.where(q_stage + 1 == STAGES, 0, q_stage + 1), q_loads + 1
-        if do_loads >= 1:
-            barrier_sync(5 + STAGES, THREADS)  # the stage is free
-        mbarrier.expect(do_full.index(0), BLOCK_Q * D_V * 2)
-        tma_load(dO, [b, h, q_start, 0], do_full.index(0), do_smem.index(0))
-        do_loads += 1
-    for _ in range(gl.minimum(q_loads, STAGES)):
-        q_stage = gl.where(q_stage == 0, STAGES - 1, q_stage - 1)
-        barrier_sync(5 + q_stage, THREADS)
-    if do_loads > 0:
-        barrier_sync(5 + STAGES, THREADS)
+        mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+        _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
+        Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
+        if dO_loads >= 1:
+            _barrier_sync(5 + STAGES, THREADS)  # the stage is free
+        mbarrier.expect(dO_full.index(0), BLOCK_Q * D_V * 2)
+        _tma_load(dO, [b, h, q_start, 0], dO_full.index(0), dO_smem.index(0))
+        dO_loads += 1
+    for _ in range(gl.minimum(Q_loads, STAGES)):
+        Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
+        _barrier_sync(5 + Q_stage, THREADS)
+    if dO_loads > 0:
+        _barrier_sync(5 + STAGES, THREADS)
 
 
 @gluon.jit
 def dk_consumer(
-    dK, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b, k_smem, k_full,
-    v_smem, v_full, q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem,
+    Q, K, V, dO, LSE2, DELTA, dK, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start,
+    h, b, K_smem, K_full, V_smem, V_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem,
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_Q)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_Q)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dK.dtype
-    q_stage, q_phase = 0, 0
-    do_phase = 0
-    kv_start = kv_start + WARP_GROUP * ROWS
+    Q_stage, Q_phase = 0, 0
+    dO_phase = 0
+    kv_start = kv_start + _WARP_GROUP * ROWS
     kv_idx = kv_start + kv_off
-    if WARP_GROUP == 1:
-        barrier_arrive(14, 256)  # the first instance starts
+    if _WARP_GROUP == 1:
+        _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
-    mbarrier.wait(k_full.index(WARP_GROUP), 0)
-    mbarrier.wait(v_full.index(WARP_GROUP), 0)
+    mbarrier.wait(K_full.index(_WARP_GROUP), 0)
+    mbarrier.wait(V_full.index(_WARP_GROUP), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, ACC)
     # tiles in order: those before and after the full ones are partial
     for q_tile in range(q_first, q_end):
-        k_remat = k_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_QK])
-        v_remat = v_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_V])
-        mbarrier.wait(do_full.index(0), do_phase)
-        do = do_smem.index(0).reshape([BLOCK_Q, D_V])
-        barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+        k_ADDR = K_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_QK])
+        v_ADDR = V_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_V])
+        mbarrier.wait(dO_full.index(0), dO_phase)
+        do = dO_smem.index(0).reshape([BLOCK_Q, D_V])
+        _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         dp_flight = warpgroup_mma(
-            v_remat,
+            v_ADDR,
             do.permute((1, 0)),
             gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
             use_acc=False,
             is_async=True,
         )
-        mbarrier.wait(q_full.index(q_stage), q_phase)
-        q = q_smem.index(q_stage).reshape([BLOCK_Q, D_QK])
+        mbarrier.wait(Q_full.index(Q_stage), Q_phase)
+        q = Q_smem.index(Q_stage).reshape([BLOCK_Q, D_QK])
         s_flight = warpgroup_mma(
-            k_remat,
+            k_ADDR,
             q.permute((1, 0)),
             gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
             use_acc=False,
             is_async=True,
         )
-        barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
         dp = warpgroup_mma_wait(1, deps=[dp_flight])
-        barrier_arrive_early(5 + STAGES, THREADS)
-        do_phase ^= 1
+        _barrier_arrive_early(5 + STAGES, THREADS)
+        dO_phase ^= 1
         s = warpgroup_mma_wait(0, deps=[s_flight])
         if (q_tile < q_full_first) | (q_tile >= q_full_end):
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
             s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
-        lse2 = lse2_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+        lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
         p = gl.exp2(s * qk_scale - lse2[None, :])
-        delta = delta_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+        delta = DELTA_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
         ds = p * (dp - delta[None, :])
-        ds_cast = pack(ds, dtype)
-        barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
-        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+        ds_cast = _pack(ds, dtype)
+        _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
+        ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
         dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-        barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
         dk, ds_cast_operand = warpgroup_mma_wait(0, deps=[dk_flight, ds_cast_operand])
-        barrier_arrive_early(5 + q_stage, THREADS)
-        q_stage, q_phase = next_stage(q_stage, q_phase, STAGES)
+        _barrier_arrive_early(5 + Q_stage, THREADS)
+        Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
     dk_out = (dk * scale).to(dtype)
-    k_smem.index(WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
+    K_smem.index(_WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
     fence_async_shared()
-    tma_store(dK, [b, h, kv_start, 0], k_smem.index(WARP_GROUP))
-    if WARP_GROUP == 0:
-        barrier_sync(14, 256)  # matches the last arrive
+    _tma_store(dK, [b, h, kv_start, 0], K_smem.index(_WARP_GROUP))
+    if _WARP_GROUP == 0:
+        _barrier_sync(14, 256)  # matches the last arrive
     tma.store_wait(0)
 
 
@@ -777,34 +777,34 @@ def dk(
     pid = gl.program_id(0)
     kv_tiles = gl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_end = gl.cdiv(Nq, BLOCK_Q)
     q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
     q_full_first = gl.cdiv(gl.maximum(0, Nq + gl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
     q_full_end = gl.maximum(q_full_first, Nq // BLOCK_Q)
-    k_smem = gl.allocate_shared_memory(K.dtype, [2, 1, 1, ROWS, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_smem = gl.allocate_shared_memory(dO.dtype, [1, 1, 1, BLOCK_Q, D_V], dO.layout)
-    do_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    lse2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(2):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(do_full.index(stage), count=1)
+    K_smem = gl.allocate_shared_memory(K.dtype, [2, 1, 1, ROWS, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dO_smem = gl.allocate_shared_memory(dO.dtype, [1, 1, 1, BLOCK_Q, D_V], dO.layout)
+    dO_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    LSE2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    DELTA_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for at in gl.static_range(2):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(dO_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -812,25 +812,25 @@ def dk(
             (
                 dk_consumer,
                 (
-                    dK, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-                    k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem, do_full, lse2_smem,
-                    delta_smem, BLOCK_Q, STAGES, THREADS, 0,
+                    Q, K, V, dO, LSE2, DELTA, dK, scale, Nq, Nk, q_end, q_first, q_full_first,
+                    q_full_end, kv_start, h, b, K_smem, K_full, V_smem, V_full, Q_smem, Q_full,
+                    dO_smem, dO_full, LSE2_smem, DELTA_smem, BLOCK_Q, STAGES, THREADS, 0,
                 ),
             ),
             (
                 dk_consumer,
                 (
-                    dK, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-                    k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem, do_full, lse2_smem,
-                    delta_smem, BLOCK_Q, STAGES, THREADS, 1,
+                    Q, K, V, dO, LSE2, DELTA, dK, scale, Nq, Nk, q_end, q_first, q_full_first,
+                    q_full_end, kv_start, h, b, K_smem, K_full, V_smem, V_full, Q_smem, Q_full,
+                    dO_smem, dO_full, LSE2_smem, DELTA_smem, BLOCK_Q, STAGES, THREADS, 1,
                 ),
             ),
             (
                 dk_producer,
                 (
                     Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-                    stride_delta_h, q_end, q_first, kv_start, h, b, k_smem, k_full, v_smem, v_full,
-                    q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem, BLOCK_Q, STAGES,
+                    stride_delta_h, q_end, q_first, kv_start, h, b, K_smem, K_full, V_smem, V_full,
+                    Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem, BLOCK_Q, STAGES,
                     THREADS,
                 ),
             ),
@@ -843,87 +843,87 @@ def dk(
 @gluon.jit
 def dv_producer(
     Q, K, dO, LSE2, Nq, stride_lse2_b, stride_lse2_h, q_end, q_first, q_full_first, q_full_end,
-    kv_start, h, b, k_smem, k_full, q_smem, q_full, do_smem, do_full, lse2_smem,
+    kv_start, h, b, K_smem, K_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem,
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_stage, q_loads = 0, 0
-    do_stage, do_loads = 0, 0
+    Q_stage, Q_loads = 0, 0
+    dO_stage, dO_loads = 0, 0
     for copy in gl.static_range(2):
-        mbarrier.expect(k_full.index(copy), ROWS * D_QK * 2)
-        tma_load(K, [b, h, kv_start + copy * 64, 0], k_full.index(copy), k_smem.index(copy))
-    # the tiles of one iteration
+        mbarrier.expect(K_full.index(copy), ROWS * D_QK * 2)
+        _tma_load(K, [b, h, kv_start + copy * 64, 0], K_full.index(copy), K_smem.index(copy))
+    # load the tiles that consumers use in one iteration
     for q_tile in range(q_first, q_full_first + (q_end - q_full_end)):
         q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
         q_start = q_tile * BLOCK_Q
-        if q_loads >= STAGES:
-            barrier_sync(5 + q_stage, THREADS)  # the stage is free
-        load_row_vector(
+        if Q_loads >= STAGES:
+            _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
+        _load_row_vector(
             LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
             Nq - q_start,
-            lse2_smem.index(q_stage),
-            q_full.index(q_stage),
+            LSE2_smem.index(Q_stage),
+            Q_full.index(Q_stage),
         )
-        mbarrier.expect(q_full.index(q_stage), BLOCK_Q * D_QK * 2)
-        tma_load(Q, [b, h, q_start, 0], q_full.index(q_stage), q_smem.index(q_stage))
-        q_stage, q_loads = gl.where(q_stage + 1 == STAGES, 0, q_stage + 1), q_loads + 1
-        if do_loads >= STAGES:
-            barrier_sync(5 + STAGES + do_stage, THREADS)  # the stage is free
-        mbarrier.expect(do_full.index(do_stage), BLOCK_Q * D_V * 2)
-        tma_load(dO, [b, h, q_start, 0], do_full.index(do_stage), do_smem.index(do_stage))
-        do_stage, do_loads = gl.where(do_stage + 1 == STAGES, 0, do_stage + 1), do_loads + 1
-    # the tiles of one iteration
+        mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+        _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
+        Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
+        if dO_loads >= STAGES:
+            _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
+        mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+        _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
+        dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
+    # load the tiles that consumers use in one iteration
     for q_tile in range(q_full_first, q_full_end):
         q_start = q_tile * BLOCK_Q
-        if q_loads >= STAGES:
-            barrier_sync(5 + q_stage, THREADS)  # the stage is free
-        load_row_vector(
+        if Q_loads >= STAGES:
+            _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
+        _load_row_vector(
             LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
             Nq - q_start,
-            lse2_smem.index(q_stage),
-            q_full.index(q_stage),
+            LSE2_smem.index(Q_stage),
+            Q_full.index(Q_stage),
         )
-        mbarrier.expect(q_full.index(q_stage), BLOCK_Q * D_QK * 2)
-        tma_load(Q, [b, h, q_start, 0], q_full.index(q_stage), q_smem.index(q_stage))
-        q_stage, q_loads = gl.where(q_stage + 1 == STAGES, 0, q_stage + 1), q_loads + 1
-        if do_loads >= STAGES:
-            barrier_sync(5 + STAGES + do_stage, THREADS)  # the stage is free
-        mbarrier.expect(do_full.index(do_stage), BLOCK_Q * D_V * 2)
-        tma_load(dO, [b, h, q_start, 0], do_full.index(do_stage), do_smem.index(do_stage))
-        do_stage, do_loads = gl.where(do_stage + 1 == STAGES, 0, do_stage + 1), do_loads + 1
-    for _ in range(gl.minimum(q_loads, STAGES)):
-        q_stage = gl.where(q_stage == 0, STAGES - 1, q_stage - 1)
-        barrier_sync(5 + q_stage, THREADS)
-    for _ in range(gl.minimum(do_loads, STAGES)):
-        do_stage = gl.where(do_stage == 0, STAGES - 1, do_stage - 1)
-        barrier_sync(5 + STAGES + do_stage, THREADS)
+        mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+        _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
+        Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
+        if dO_loads >= STAGES:
+            _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
+        mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+        _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
+        dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
+    for _ in range(gl.minimum(Q_loads, STAGES)):
+        Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
+        _barrier_sync(5 + Q_stage, THREADS)
+    for _ in range(gl.minimum(dO_loads, STAGES)):
+        dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
+        _barrier_sync(5 + STAGES + dO_stage, THREADS)
 
 
 @gluon.jit
 def dv_consumer(
-    dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b, k_smem, k_full,
-    q_smem, q_full, do_smem, do_full, lse2_smem,
+    Q, K, dO, LSE2, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
+    K_smem, K_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem,
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_Q)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_Q)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dV.dtype
-    q_stage, q_phase = 0, 0
-    do_stage, do_phase = 0, 0
-    kv_start = kv_start + WARP_GROUP * ROWS
+    Q_stage, Q_phase = 0, 0
+    dO_stage, dO_phase = 0, 0
+    kv_start = kv_start + _WARP_GROUP * ROWS
     kv_idx = kv_start + kv_off
-    if WARP_GROUP == 1:
-        barrier_arrive(14, 256)  # the first instance starts
+    if _WARP_GROUP == 1:
+        _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
-    mbarrier.wait(k_full.index(WARP_GROUP), 0)
-    k = k_smem.index(WARP_GROUP).reshape([ROWS, D_QK])
+    mbarrier.wait(K_full.index(_WARP_GROUP), 0)
+    k = K_smem.index(_WARP_GROUP).reshape([ROWS, D_QK])
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
     partial_tiles = (q_full_first - q_first) + (q_end - q_full_end)
     full_tiles = q_full_end - q_full_first
@@ -935,9 +935,9 @@ def dv_consumer(
         q_tile = first_tile
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
-        mbarrier.wait(q_full.index(q_stage), q_phase)
-        q = q_smem.index(q_stage).reshape([BLOCK_Q, D_QK])
-        barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+        mbarrier.wait(Q_full.index(Q_stage), Q_phase)
+        q = Q_smem.index(Q_stage).reshape([BLOCK_Q, D_QK])
+        _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         s_flight = warpgroup_mma(
             k,
             q.permute((1, 0)),
@@ -945,22 +945,22 @@ def dv_consumer(
             use_acc=False,
             is_async=True,
         )
-        barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
         s = warpgroup_mma_wait(0, deps=[s_flight])
         s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
-        lse2 = lse2_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+        lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
         p = gl.exp2(s * qk_scale - lse2[None, :])
-        barrier_arrive_early(5 + q_stage, THREADS)
-        q_stage, q_phase = next_stage(q_stage, q_phase, STAGES)
-        weights = pack(p, dtype)
+        _barrier_arrive_early(5 + Q_stage, THREADS)
+        Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
+        weights = _pack(p, dtype)
         # tiles that the mask or the end of a tensor cuts
         for q_tile in range(q_first + 1, q_full_first + (q_end - q_full_end)):
             q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            q = q_smem.index(q_stage).reshape([BLOCK_Q, D_QK])
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+            mbarrier.wait(Q_full.index(Q_stage), Q_phase)
+            q = Q_smem.index(Q_stage).reshape([BLOCK_Q, D_QK])
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             s_flight = warpgroup_mma(
                 k,
                 q.permute((1, 0)),
@@ -968,26 +968,26 @@ def dv_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(do_full.index(do_stage), do_phase)
-            do = do_smem.index(do_stage).reshape([BLOCK_Q, D_V])
-            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            mbarrier.wait(dO_full.index(dO_stage), dO_phase)
+            do = dO_smem.index(dO_stage).reshape([BLOCK_Q, D_V])
+            weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
             s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
-            lse2 = lse2_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])
-            barrier_arrive_early(5 + q_stage, THREADS)
-            q_stage, q_phase = next_stage(q_stage, q_phase, STAGES)
-            weights = pack(p, dtype)
+            _barrier_arrive_early(5 + Q_stage, THREADS)
+            Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
+            weights = _pack(p, dtype)
             dv, weights_operand = warpgroup_mma_wait(0, deps=[dv_flight, weights_operand])
-            barrier_arrive(5 + STAGES + do_stage, THREADS)
-            do_stage, do_phase = next_stage(do_stage, do_phase, STAGES)
+            _barrier_arrive(5 + STAGES + dO_stage, THREADS)
+            dO_stage, dO_phase = _next_stage(dO_stage, dO_phase, STAGES)
         # tiles with nothing to mask: no mask, no bounds checks
         for _ in range(q_full_first + gl.where(partial_tiles > 0, 0, 1), q_full_end):
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            q = q_smem.index(q_stage).reshape([BLOCK_Q, D_QK])
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+            mbarrier.wait(Q_full.index(Q_stage), Q_phase)
+            q = Q_smem.index(Q_stage).reshape([BLOCK_Q, D_QK])
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             s_flight = warpgroup_mma(
                 k,
                 q.permute((1, 0)),
@@ -995,33 +995,33 @@ def dv_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(do_full.index(do_stage), do_phase)
-            do = do_smem.index(do_stage).reshape([BLOCK_Q, D_V])
-            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            mbarrier.wait(dO_full.index(dO_stage), dO_phase)
+            do = dO_smem.index(dO_stage).reshape([BLOCK_Q, D_V])
+            weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
-            lse2 = lse2_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])
-            barrier_arrive_early(5 + q_stage, THREADS)
-            q_stage, q_phase = next_stage(q_stage, q_phase, STAGES)
-            weights = pack(p, dtype)
+            _barrier_arrive_early(5 + Q_stage, THREADS)
+            Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
+            weights = _pack(p, dtype)
             dv, weights_operand = warpgroup_mma_wait(0, deps=[dv_flight, weights_operand])
-            barrier_arrive(5 + STAGES + do_stage, THREADS)
-            do_stage, do_phase = next_stage(do_stage, do_phase, STAGES)
-        mbarrier.wait(do_full.index(do_stage), do_phase)
-        do = do_smem.index(do_stage).reshape([BLOCK_Q, D_V])
-        weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            _barrier_arrive(5 + STAGES + dO_stage, THREADS)
+            dO_stage, dO_phase = _next_stage(dO_stage, dO_phase, STAGES)
+        mbarrier.wait(dO_full.index(dO_stage), dO_phase)
+        do = dO_smem.index(dO_stage).reshape([BLOCK_Q, D_V])
+        weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
         dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
         dv, weights_operand = warpgroup_mma_wait(0, deps=[dv_flight, weights_operand])
-        barrier_arrive(5 + STAGES + do_stage, THREADS)
-        do_stage, do_phase = next_stage(do_stage, do_phase, STAGES)
+        _barrier_arrive(5 + STAGES + dO_stage, THREADS)
+        dO_stage, dO_phase = _next_stage(dO_stage, dO_phase, STAGES)
     dv_out = dv.to(dtype)
-    k_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
+    K_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
     fence_async_shared()
-    tma_store(dV, [b, h, kv_start, 0], k_smem.index(WARP_GROUP))
-    if WARP_GROUP == 0:
-        barrier_sync(14, 256)  # matches the last arrive
+    _tma_store(dV, [b, h, kv_start, 0], K_smem.index(_WARP_GROUP))
+    if _WARP_GROUP == 0:
+        _barrier_sync(14, 256)  # matches the last arrive
     tma.store_wait(0)
 
 
@@ -1038,29 +1038,29 @@ def dv(
     pid = gl.program_id(0)
     kv_tiles = gl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_end = gl.cdiv(Nq, BLOCK_Q)
     q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
     q_full_first = gl.cdiv(gl.maximum(0, Nq + gl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
     q_full_end = gl.maximum(q_full_first, Nq // BLOCK_Q)
-    k_smem = gl.allocate_shared_memory(K.dtype, [2, 1, 1, ROWS, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lse2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for stage in gl.static_range(2):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(do_full.index(stage), count=1)
+    K_smem = gl.allocate_shared_memory(K.dtype, [2, 1, 1, ROWS, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dO_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
+    dO_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    LSE2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for at in gl.static_range(2):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(dO_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -1068,25 +1068,25 @@ def dv(
             (
                 dv_consumer,
                 (
-                    dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-                    k_smem, k_full, q_smem, q_full, do_smem, do_full, lse2_smem, BLOCK_Q, STAGES,
-                    THREADS, 0,
+                    Q, K, dO, LSE2, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end,
+                    kv_start, h, b, K_smem, K_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem,
+                    BLOCK_Q, STAGES, THREADS, 0,
                 ),
             ),
             (
                 dv_consumer,
                 (
-                    dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-                    k_smem, k_full, q_smem, q_full, do_smem, do_full, lse2_smem, BLOCK_Q, STAGES,
-                    THREADS, 1,
+                    Q, K, dO, LSE2, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end,
+                    kv_start, h, b, K_smem, K_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem,
+                    BLOCK_Q, STAGES, THREADS, 1,
                 ),
             ),
             (
                 dv_producer,
                 (
                     Q, K, dO, LSE2, Nq, stride_lse2_b, stride_lse2_h, q_end, q_first, q_full_first,
-                    q_full_end, kv_start, h, b, k_smem, k_full, q_smem, q_full, do_smem, do_full,
-                    lse2_smem, BLOCK_Q, STAGES, THREADS,
+                    q_full_end, kv_start, h, b, K_smem, K_full, Q_smem, Q_full, dO_smem, dO_full,
+                    LSE2_smem, BLOCK_Q, STAGES, THREADS,
                 ),
             ),
         ],

@@ -115,7 +115,7 @@ def _forward(q, k, v, scale, shapes=None):
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
             PACKED(
-                q, Gq, B * Hkv * -(-HEAD_DIM_V // runtime.schedule(kernels, "packed", q, Gq)["SPLIT_V"]),
+                q, Gq, B * Hkv * -(-HEAD_DIM_V // runtime.schedule(kernels, "packed", q, Gq)["D_V_split"]),
                 (q_rows, k, v, o_rows, lse_rows),
                 (scale, Hkv, Nq, Gq, Nk),
                 (*q_rows_strides[:3], *k_strides, *v_strides, *o_rows_strides[:3], Hkv * Gq, Gq),
@@ -123,7 +123,7 @@ def _forward(q, k, v, scale, shapes=None):
             runtime.copy_back(o_rows, out)
         else:
             FWD(
-                q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "fwd", q, Nq)["SPLIT_V"]),
+                q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "fwd", q, Nq)["D_V_split"]),
                 (q, k, v, out, lse),
                 (scale, Hq, group, Nq, Nk),
                 (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
@@ -137,7 +137,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     Nlse = grad_lse.shape[2]
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
@@ -150,11 +150,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     # programs among which the query heads of a group are split
     splits = max(
         1,
-        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))))),
+        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))))),
     )
     if dq.numel():
         DQ(
-            q, Nq, B * Hq * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dq", q, Nq)["SPLIT_QK"]),
+            q, Nq, B * Hq * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dq", q, Nq)["D_QK_split"]),
             (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
             (scale, Hq, group, Nq, Nk, Nlse),
             (
@@ -173,7 +173,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
         dk_partial, dk_partial_strides = runtime.room_for_splits(dk, splits)
         dv_partial, dv_partial_strides = runtime.room_for_splits(dv, splits)
         DK(
-            q, Nk, B * Hkv * splits * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dk", q, Nk)["SPLIT_QK"]),
+            q, Nk, B * Hkv * splits * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dk", q, Nk)["D_QK_split"]),
             (q, k, v, grad_out, lse2, delta, dk_partial),
             (scale, Hkv, group, splits, Nq, Nk),
             (
@@ -182,7 +182,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             ),
         )
         DV(
-            q, Nk, B * Hkv * splits * -(-HEAD_DIM_V // runtime.schedule(kernels, "dv", q, Nk)["SPLIT_V"]),
+            q, Nk, B * Hkv * splits * -(-HEAD_DIM_V // runtime.schedule(kernels, "dv", q, Nk)["D_V_split"]),
             (q, k, grad_out, lse2, dv_partial),
             (scale, Hkv, group, splits, Nq, Nk),
             (*q_strides, *k_strides, *grad_out_strides, Hq * Nq, Nq, *dv_partial_strides),
@@ -209,7 +209,7 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
     tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if tangent_out.numel():
         JVP(
-            q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "jvp", q, Nq)["SPLIT_V"]),
+            q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "jvp", q, Nq)["D_V_split"]),
             (q, k, v, out, lse, tq, tk, tv, tangent_out, tangent_lse),
             (scale, Hq, group, Nq, Nk),
             (
@@ -222,5 +222,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_d512_gqa_0832d8789887", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_d512_gqa_923c14b5bc9e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -26,42 +26,42 @@ DEVICE_CLASSES = {
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 8, "num_stages": 2, "TMA": True}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "D_V_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
     },
     "dq": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "SPLIT_QK": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "D_QK_split": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 64, "BLOCK_KV": 16, "SPLIT_QK": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "SPLIT_QK": 256, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (512, {"BLOCK_Q": 64, "BLOCK_KV": 16, "D_QK_split": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "D_QK_split": 256, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("sm100", 2): (
-            (512, {"BLOCK_Q": 64, "BLOCK_KV": 16, "SPLIT_QK": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "SPLIT_QK": 512, "num_warps": 8, "num_stages": 2, "TMA": True}),
+            (512, {"BLOCK_Q": 64, "BLOCK_KV": 16, "D_QK_split": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "D_QK_split": 512, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "SPLIT_QK": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "D_QK_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "SPLIT_QK": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "D_QK_split": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
     "delta": {
@@ -83,45 +83,45 @@ SCHEDULES = {
     },
     "dk": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "SPLIT_QK": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "D_QK_split": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_QK": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_QK": 256, "num_warps": 4, "num_stages": 1, "TMA": False}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_QK": 256, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_QK_split": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_QK_split": 256, "num_warps": 4, "num_stages": 1, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_QK_split": 256, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("sm100", 2): (
-            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_QK": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_QK": 512, "num_warps": 8, "num_stages": 2, "TMA": True}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_QK_split": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_QK_split": 512, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "SPLIT_QK": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "D_QK_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "SPLIT_QK": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "D_QK_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
     },
     "dv": {
         ("sm80", 2): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "D_V_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 8, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_V": 256, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (512, {"BLOCK_Q": 32, "BLOCK_KV": 128, "SPLIT_V": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_V_split": 256, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 32, "BLOCK_KV": 128, "D_V_split": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "D_V_split": 256, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (512, {"BLOCK_Q": 32, "BLOCK_KV": 128, "SPLIT_V": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "SPLIT_V": 256, "num_warps": 8, "num_stages": 2, "TMA": True}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "D_V_split": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 32, "BLOCK_KV": 128, "D_V_split": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "D_V_split": 256, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_V_split": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "D_V_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
     },
     "dkdv_end": {
@@ -143,41 +143,41 @@ SCHEDULES = {
     },
     "jvp": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "SPLIT_V": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "D_V_split": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 16, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 128, "num_warps": 4, "num_stages": 1, "TMA": True}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 128, "num_warps": 4, "num_stages": 1, "TMA": True}),
         ),
         ("sm100", 2): (
-            (512, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 8, "num_stages": 1, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 8, "num_stages": 1, "TMA": True}),
+            (512, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 8, "num_stages": 1, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 8, "num_stages": 1, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "SPLIT_V": 256, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "D_V_split": 256, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "D_V_split": 512, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
     },
     "packed": {
         ("sm80", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 8, "num_stages": 3}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 8, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_V_split": 256, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 256, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "SPLIT_V": 256, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 8, "num_stages": 2}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "D_V_split": 256, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 8, "num_stages": 2}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 4, "num_stages": 2}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "SPLIT_V": 512, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "D_V_split": 512, "num_warps": 4, "num_stages": 2}),
         ),
     },
 }
@@ -195,26 +195,26 @@ def fwd(
     stride_lse_b, stride_lse_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    SPLIT_V: tl.constexpr,
+    D_V_split: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Forward: online softmax over key tiles, for one query tile of a head; SPLIT_V columns each.
+    # Forward: online softmax over key tiles, for one query tile of a head; D_V_split columns each.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    split_v_start = (flat_head % tl.cdiv(D_V, SPLIT_V)) * SPLIT_V
-    h = flat_head // tl.cdiv(D_V, SPLIT_V) % Hq
-    b = flat_head // tl.cdiv(D_V, SPLIT_V) // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    split_V_start = (_flat_head % tl.cdiv(D_V, D_V_split)) * D_V_split
+    h = _flat_head // tl.cdiv(D_V, D_V_split) % Hq
+    b = _flat_head // tl.cdiv(D_V, D_V_split) // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off
     d_qk = tl.arange(0, D_QK)
-    split_v = split_v_start + tl.arange(0, SPLIT_V)
+    split_V = split_V_start + tl.arange(0, D_V_split)
 
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
@@ -233,7 +233,7 @@ def fwd(
         )
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
-    acc = tl.full([BLOCK_Q, SPLIT_V], 0.0, dtype=tl.float32)
+    acc = tl.full([BLOCK_Q, D_V_split], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
     # tiles with nothing to mask: no mask, no bounds checks
@@ -251,7 +251,7 @@ def fwd(
         alpha = tl.exp2((m - m_new) * qk_scale)
         rescaled = acc * alpha[:, None]
         v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_v[None, :]),
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_V[None, :]),
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
@@ -278,7 +278,7 @@ def fwd(
         alpha = tl.exp2((m - m_seen) * qk_scale)
         rescaled = acc * alpha[:, None]
         v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_v[None, :]),
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_V[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
@@ -290,12 +290,12 @@ def fwd(
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
-        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + split_v[None, :]),
+        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + split_V[None, :]),
         o,
         mask=(q_idx < Nq)[:, None],
     )
     lse = tl.where(l > 0, (m * qk_scale + tl.log2(l)) * LN2, float("-inf"))
-    tl.store(LSE_head + q_start + q_off, lse, mask=(q_idx < Nq) & (split_v_start == 0))
+    tl.store(LSE_head + q_start + q_off, lse, mask=(q_idx < Nq) & (split_V_start == 0))
 
 
 @triton.jit(
@@ -309,28 +309,28 @@ def dq(
     stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    SPLIT_QK: tl.constexpr,
+    D_QK_split: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV; SPLIT_QK columns
+    # Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV; D_QK_split columns
     # each.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    split_qk_start = (flat_head % tl.cdiv(D_QK, SPLIT_QK)) * SPLIT_QK
-    h = flat_head // tl.cdiv(D_QK, SPLIT_QK) % Hq
-    b = flat_head // tl.cdiv(D_QK, SPLIT_QK) // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    split_QK_start = (_flat_head % tl.cdiv(D_QK, D_QK_split)) * D_QK_split
+    h = _flat_head // tl.cdiv(D_QK, D_QK_split) % Hq
+    b = _flat_head // tl.cdiv(D_QK, D_QK_split) // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
     q_idx = q_start + q_off
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
-    split_qk = split_qk_start + tl.arange(0, SPLIT_QK)
+    split_QK = split_QK_start + tl.arange(0, D_QK_split)
 
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
@@ -374,9 +374,9 @@ def dq(
     o_do = tl.sum(product, 1)
     delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
     lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
-    tl.store(DELTA_head + q_start + q_off, delta, mask=(q_idx < Nq) & (split_qk_start == 0))
-    tl.store(LSE2_head + q_start + q_off, lse2, mask=(q_idx < Nq) & (split_qk_start == 0))
-    dq = tl.full([BLOCK_Q, SPLIT_QK], 0.0, dtype=tl.float32)
+    tl.store(DELTA_head + q_start + q_off, delta, mask=(q_idx < Nq) & (split_QK_start == 0))
+    tl.store(LSE2_head + q_start + q_off, lse2, mask=(q_idx < Nq) & (split_QK_start == 0))
+    dq = tl.full([BLOCK_Q, D_QK_split], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
     # tiles with nothing to mask: no mask, no bounds checks
@@ -385,9 +385,9 @@ def dq(
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
         )
-        if SPLIT_QK < D_QK:
+        if D_QK_split < D_QK:
             k_own = tl.load(
-                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + split_qk[None, :]),
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + split_QK[None, :]),
             )
         else:
             k_own = k
@@ -412,9 +412,9 @@ def dq(
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        if SPLIT_QK < D_QK:
+        if D_QK_split < D_QK:
             k_own = tl.load(
-                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + split_qk[None, :]),
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + split_QK[None, :]),
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
@@ -437,7 +437,7 @@ def dq(
         dq = tl.dot(ds_cast, k_own, dq)
     dq_out = (dq * scale).to(dtype)
     tl.store(
-        dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + split_qk[None, :]),
+        dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + split_QK[None, :]),
         dq_out,
         mask=(q_idx < Nq)[:, None],
     )
@@ -498,28 +498,28 @@ def dk(
     stride_dk_b, stride_dk_h, stride_dk_s, stride_dk_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    SPLIT_QK: tl.constexpr,
+    D_QK_split: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Backward, dK: one program per key tile, over query tiles; scores are transposed; SPLIT_QK columns each.
+    # Backward, dK: one program per key tile, over query tiles; scores are transposed; D_QK_split columns each.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    split_qk_start = (flat_head % tl.cdiv(D_QK, SPLIT_QK)) * SPLIT_QK
-    split = flat_head // tl.cdiv(D_QK, SPLIT_QK) % splits
-    hkv = flat_head // tl.cdiv(D_QK, SPLIT_QK) // splits % Hkv
-    b = flat_head // tl.cdiv(D_QK, SPLIT_QK) // splits // Hkv
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    split_QK_start = (_flat_head % tl.cdiv(D_QK, D_QK_split)) * D_QK_split
+    split = _flat_head // tl.cdiv(D_QK, D_QK_split) % splits
+    hkv = _flat_head // tl.cdiv(D_QK, D_QK_split) // splits % Hkv
+    b = _flat_head // tl.cdiv(D_QK, D_QK_split) // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
     kv_idx = kv_start + kv_off
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
-    split_qk = split_qk_start + tl.arange(0, SPLIT_QK)
+    split_QK = split_QK_start + tl.arange(0, D_QK_split)
 
     dK_head = (
         dK
@@ -547,7 +547,7 @@ def dk(
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-    dk = tl.full([BLOCK_KV, SPLIT_QK], 0.0, dtype=tl.float32)
+    dk = tl.full([BLOCK_KV, D_QK_split], 0.0, dtype=tl.float32)
     # query heads that share this key head
     for g in tl.range(split * group // splits, (group + split * group) // splits, disable_licm=True):
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
@@ -565,11 +565,11 @@ def dk(
             q = tl.load(
                 Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
             )
-            if SPLIT_QK < D_QK:
+            if D_QK_split < D_QK:
                 q_own = tl.load(
                     Q_head
                     + tl.cast(q_start, tl.int64) * stride_q_n
-                    + (q_off[:, None] * stride_q_n + split_qk[None, :]),
+                    + (q_off[:, None] * stride_q_n + split_QK[None, :]),
                 )
             else:
                 q_own = q
@@ -597,11 +597,11 @@ def dk(
                 mask=(q_idx < Nq)[:, None],
                 other=0.0,
             )
-            if SPLIT_QK < D_QK:
+            if D_QK_split < D_QK:
                 q_own = tl.load(
                     Q_head
                     + tl.cast(q_start, tl.int64) * stride_q_n
-                    + (q_off[:, None] * stride_q_n + split_qk[None, :]),
+                    + (q_off[:, None] * stride_q_n + split_QK[None, :]),
                     mask=(q_idx < Nq)[:, None],
                     other=0.0,
                 )
@@ -626,7 +626,7 @@ def dk(
             dk = tl.dot(ds_cast, q_own, dk)
     dk_out = (dk * scale).to(dtype)
     tl.store(
-        dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + split_qk[None, :]),
+        dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + split_QK[None, :]),
         dk_out,
         mask=(kv_idx < Nk)[:, None],
     )
@@ -639,27 +639,27 @@ def dv(
     stride_lse2_h, stride_dv_b, stride_dv_h, stride_dv_s, stride_dv_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    SPLIT_V: tl.constexpr,
+    D_V_split: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Backward, dV: one program per key tile, over query tiles; scores are transposed; SPLIT_V columns each.
+    # Backward, dV: one program per key tile, over query tiles; scores are transposed; D_V_split columns each.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    split_v_start = (flat_head % tl.cdiv(D_V, SPLIT_V)) * SPLIT_V
-    split = flat_head // tl.cdiv(D_V, SPLIT_V) % splits
-    hkv = flat_head // tl.cdiv(D_V, SPLIT_V) // splits % Hkv
-    b = flat_head // tl.cdiv(D_V, SPLIT_V) // splits // Hkv
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    split_V_start = (_flat_head % tl.cdiv(D_V, D_V_split)) * D_V_split
+    split = _flat_head // tl.cdiv(D_V, D_V_split) % splits
+    hkv = _flat_head // tl.cdiv(D_V, D_V_split) // splits % Hkv
+    b = _flat_head // tl.cdiv(D_V, D_V_split) // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dV.dtype.element_ty
     kv_idx = kv_start + kv_off
     d_qk = tl.arange(0, D_QK)
-    split_v = split_v_start + tl.arange(0, SPLIT_V)
+    split_V = split_V_start + tl.arange(0, D_V_split)
 
     dV_head = (
         dV
@@ -678,7 +678,7 @@ def dv(
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-    dv = tl.full([BLOCK_KV, SPLIT_V], 0.0, dtype=tl.float32)
+    dv = tl.full([BLOCK_KV, D_V_split], 0.0, dtype=tl.float32)
     # query heads that share this key head
     for g in tl.range(split * group // splits, (group + split * group) // splits, disable_licm=True):
         dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
@@ -699,7 +699,7 @@ def dv(
                     Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
                 )
             do = tl.load(
-                dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + split_v[None, :]),
+                dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + split_V[None, :]),
             )
             lse2 = tl.load(LSE2_head + q_start + q_off)
             s = tl.dot(k, tl.trans(q))
@@ -720,7 +720,7 @@ def dv(
                     other=0.0,
                 )
             do = tl.load(
-                dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + split_v[None, :]),
+                dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + split_V[None, :]),
                 mask=(q_idx < Nq)[:, None],
                 other=0.0,
             )
@@ -732,7 +732,7 @@ def dv(
             dv = tl.dot(p_cast, do, dv)
     dv_out = dv.to(dtype)
     tl.store(
-        dV_head + tl.cast(kv_start, tl.int64) * stride_dv_n + (kv_off[:, None] * stride_dv_n + split_v[None, :]),
+        dV_head + tl.cast(kv_start, tl.int64) * stride_dv_n + (kv_off[:, None] * stride_dv_n + split_V[None, :]),
         dv_out,
         mask=(kv_idx < Nk)[:, None],
     )
@@ -776,22 +776,22 @@ def dkdv_end(
             + tl.cast(hkv, tl.int64) * stride_dv_partial_h
             + tl.cast(split, tl.int64) * stride_dv_partial_s
         )
-        dk_split = tl.load(
+        dk_partial = tl.load(
             DK_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dk_partial_n + (
                 kv_off[:, None] * stride_dk_partial_n + d_qk[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dk = dk + dk_split.to(tl.float32)
-        dv_split = tl.load(
+        dk = dk + dk_partial.to(tl.float32)
+        dv_partial = tl.load(
             DV_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dv_partial_n + (
                 kv_off[:, None] * stride_dv_partial_n + d_v[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dv = dv + dv_split.to(tl.float32)
+        dv = dv + dv_partial.to(tl.float32)
     dk_out = dk.to(dtype)
     tl.store(
         dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),
@@ -815,27 +815,27 @@ def jvp(
     stride_to_h, stride_to_n, stride_tlse_b, stride_tlse_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    SPLIT_V: tl.constexpr,
+    D_V_split: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Forward mode: tangents of the output and the LSE; one program per query tile, over key tiles; SPLIT_V columns
+    # Forward mode: tangents of the output and the LSE; one program per query tile, over key tiles; D_V_split columns
     # each.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    split_v_start = (flat_head % tl.cdiv(D_V, SPLIT_V)) * SPLIT_V
-    h = flat_head // tl.cdiv(D_V, SPLIT_V) % Hq
-    b = flat_head // tl.cdiv(D_V, SPLIT_V) // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    split_V_start = (_flat_head % tl.cdiv(D_V, D_V_split)) * D_V_split
+    h = _flat_head // tl.cdiv(D_V, D_V_split) % Hq
+    b = _flat_head // tl.cdiv(D_V, D_V_split) // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = tO.dtype.element_ty
     q_idx = q_start + q_off
     d_qk = tl.arange(0, D_QK)
-    split_v = split_v_start + tl.arange(0, SPLIT_V)
+    split_V = split_V_start + tl.arange(0, D_V_split)
 
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
@@ -867,7 +867,7 @@ def jvp(
             other=0.0,
         )
     lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
-    acc = tl.full([BLOCK_Q, SPLIT_V], 0.0, dtype=tl.float32)
+    acc = tl.full([BLOCK_Q, D_V_split], 0.0, dtype=tl.float32)
     tlse = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
@@ -893,10 +893,10 @@ def jvp(
         tscore = ts * scale
         tp = p * tscore
         tv = tl.load(
-            tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + split_v[None, :]),
+            tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + split_V[None, :]),
         )
         v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_v[None, :]),
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_V[None, :]),
         )
         p_cast = p.to(dtype)
         acc_part = tl.dot(p_cast, tv, acc)
@@ -932,12 +932,12 @@ def jvp(
         tscore = ts * scale
         tp = p * tscore
         tv = tl.load(
-            tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + split_v[None, :]),
+            tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + split_V[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
         v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_v[None, :]),
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_V[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
@@ -948,17 +948,17 @@ def jvp(
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
     o = tl.load(
-        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + split_v[None, :]),
+        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + split_V[None, :]),
         mask=(q_idx < Nq)[:, None],
         other=0.0,
     )
     to = (acc - o * tlse[:, None]).to(dtype)
     tl.store(
-        tO_head + tl.cast(q_start, tl.int64) * stride_to_n + (q_off[:, None] * stride_to_n + split_v[None, :]),
+        tO_head + tl.cast(q_start, tl.int64) * stride_to_n + (q_off[:, None] * stride_to_n + split_V[None, :]),
         to,
         mask=(q_idx < Nq)[:, None],
     )
-    tl.store(tLSE_head + q_start + q_off, tlse, mask=(q_idx < Nq) & (split_v_start == 0))
+    tl.store(tLSE_head + q_start + q_off, tlse, mask=(q_idx < Nq) & (split_V_start == 0))
 
 
 @triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
@@ -968,22 +968,22 @@ def packed(
     stride_lse_b, stride_lse_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    SPLIT_V: tl.constexpr,
+    D_V_split: tl.constexpr,
 ):
     # Forward of few queries: the rows of a tile are the queries of all heads that share a K/V head, head after head;
-    # SPLIT_V columns each.
+    # D_V_split columns each.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
-    split_v_start = (pid // q_tiles % tl.cdiv(D_V, SPLIT_V)) * SPLIT_V
-    hkv = pid // q_tiles // tl.cdiv(D_V, SPLIT_V) % Hkv
-    b = pid // q_tiles // tl.cdiv(D_V, SPLIT_V) // Hkv
+    split_V_start = (pid // q_tiles % tl.cdiv(D_V, D_V_split)) * D_V_split
+    hkv = pid // q_tiles // tl.cdiv(D_V, D_V_split) % Hkv
+    b = pid // q_tiles // tl.cdiv(D_V, D_V_split) // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off
     d_qk = tl.arange(0, D_QK)
-    split_v = split_v_start + tl.arange(0, SPLIT_V)
+    split_V = split_V_start + tl.arange(0, D_V_split)
 
     Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(hkv, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(hkv, tl.int64) * stride_o_h
@@ -998,7 +998,7 @@ def packed(
     )
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
-    acc = tl.full([BLOCK_Q, SPLIT_V], 0.0, dtype=tl.float32)
+    acc = tl.full([BLOCK_Q, D_V_split], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(Nk, BLOCK_KV)
     kv_full_end = tl.maximum(0, 1 + Nk - queries) // BLOCK_KV
     # tiles with nothing to mask: no mask, no bounds checks
@@ -1013,7 +1013,7 @@ def packed(
         alpha = tl.exp2((m - m_new) * qk_scale)
         rescaled = acc * alpha[:, None]
         v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_v[None, :]),
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_V[None, :]),
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
@@ -1037,7 +1037,7 @@ def packed(
         alpha = tl.exp2((m - m_seen) * qk_scale)
         rescaled = acc * alpha[:, None]
         v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_v[None, :]),
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + split_V[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
@@ -1049,9 +1049,9 @@ def packed(
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
-        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + split_v[None, :]),
+        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + split_V[None, :]),
         o,
         mask=(q_idx < Nq)[:, None],
     )
     lse = tl.where(l > 0, (m * qk_scale + tl.log2(l)) * LN2, float("-inf"))
-    tl.store(LSE_head + q_start + q_off, lse, mask=(q_idx < Nq) & (split_v_start == 0))
+    tl.store(LSE_head + q_start + q_off, lse, mask=(q_idx < Nq) & (split_V_start == 0))

@@ -160,7 +160,7 @@ def _backward(
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -171,9 +171,9 @@ def _backward(
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    use_fused = 1 if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+    _use_fused = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0 else 0
     # programs among which the query heads of a group are split
@@ -182,11 +182,11 @@ def _backward(
         (
             group // runtime.divisor(
                 group,
-                min((2 if use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))),
+                min((2 if _use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))),
             )
         ),
     )
-    if use_fused > 0:
+    if _use_fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -195,8 +195,8 @@ def _backward(
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_semaphore = runtime.zeros(
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dkdv_semaphore = runtime.zeros(
             q,
             (B, Hkv, split_pairs, Nk),
             (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
@@ -212,7 +212,7 @@ def _backward(
         dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * splits,
-            (q, k, v, grad_out, lse2, delta, seed, dq_semaphore, dkdv_semaphore, dq_acc, dk_heads, dv_heads),
+            (q, k, v, grad_out, lse2, delta, seed, _dq_semaphore, _dkdv_semaphore, dq_acc, dk_heads, dv_heads),
             (scale, dropout_threshold, keep_scale, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *grad_out_strides, Hq * Nq, Nq,
@@ -308,5 +308,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, seed, dropout_threshold, keep_scale, sca
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("",))
-OPERATORS = runtime.Operators("causal_dropout_mqa_9527b8a61e2c", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_30eb86fa8469", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -5,7 +5,7 @@ Kernels are warp-specialized. The producer loads tiles by TMA into pipelines in 
 computes 64 rows of keys. Barriers `..._full` say that a stage is full;
 named barriers, from 5 on, or barriers `..._empty`, say that it is free. Other named
 barriers order the consumers.
-Two writer warps (dQ reduction warps), one for each stage, add the consumers' parts of dQ by TMA.
+Two dQ reduction warps, one for each stage, add the consumers' parts of dQ by TMA.
 Programs add in a fixed order: a semaphore for each tile of queries, in device memory, counts those that have added.
 """
 
@@ -25,23 +25,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Gluon's TMA copies have other names since Triton 3.8.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-    tma_load = tma.async_load
-    tma_store = tma.async_store
-    tma_reduce_add = tma.async_atomic_add
-    cp_async = async_copy.async_load
+    _tma_load = tma.async_load
+    _tma_store = tma.async_store
+    _tma_reduce_add = tma.async_atomic_add
+    _cp_async = async_copy.async_load
 else:
-    tma_load = tma.async_copy_global_to_shared
-    tma_store = tma.async_copy_shared_to_global
+    _tma_load = tma.async_copy_global_to_shared
+    _tma_store = tma.async_copy_shared_to_global
 
     @builtin
-    def tma_reduce_add(descriptor, place, tile, _semantic=None):
+    def _tma_reduce_add(descriptor, place, tile, _semantic=None):
         at = _semantic._convert_to_ir_values(place, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, tile.handle)
 
-    cp_async = async_copy.async_copy_global_to_shared
+    _cp_async = async_copy.async_copy_global_to_shared
 
 # View shared memory with another shape and layout; the method is public since Triton 3.9.
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
@@ -50,13 +50,13 @@ D_V = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def layout_of(columns):
+def _layout_of(columns):
     # The wgmma accumulator layout of a tile of ROWS rows, in the four warps of a consumer.
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def barrier_arrive(barrier, THREADS: gl.constexpr):
+def _barrier_arrive(barrier, THREADS: gl.constexpr):
     # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
     # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
@@ -67,7 +67,7 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_arrive_early(barrier, THREADS: gl.constexpr):
+def _barrier_arrive_early(barrier, THREADS: gl.constexpr):
     # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
     # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
@@ -77,7 +77,7 @@ def barrier_arrive_early(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_sync(barrier, THREADS: gl.constexpr):
+def _barrier_sync(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all other threads have arrived.
     gl.inline_asm_elementwise(
         "barrier.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1
@@ -85,15 +85,15 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def shared_layout(rows, columns, dtype):
+def _shared_layout(rows, columns, dtype):
     # The shared-memory layout that wgmma reads.
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 @gluon.constexpr_function
-def swizzled_layout(columns):
+def _swizzled_layout(columns):
     # The layout of fp32 tiles that TMA stores, with neighbouring groups of 16 columns swapped in odd rows, so that
-    # `store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first the
+    # `_store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first
     # columns of 128 bytes, then rows, then further columns. The 16 in the basis [1, 4 + 16] of bit 0 of the row swaps
     # the groups; the 4, 8 and 16 are TMA's swizzle of 128 bytes.
     rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
@@ -102,30 +102,30 @@ def swizzled_layout(columns):
 
 
 @gluon.jit
-def groups_of_16(x):
+def _groups_of_16(x):
     # The even and the odd groups of 16 columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, x.shape[1] // 32, 2, 16]).permute((0, 1, 3, 2)).split()
 
 
 @gluon.jit
-def store_acc(tile, x, LAYOUT: gl.constexpr):
+def _store_acc(tile, x, LAYOUT: gl.constexpr):
     # Store an accumulator to shared memory. Threads of odd rows store groups of 16 columns in another order than those
     # of even rows, so that the stores of a warp go to different banks.
     odd = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None] % 2 + gl.zeros(
         [ROWS, x.shape[1]], gl.int32, LAYOUT
     )
-    left, right = groups_of_16(x)
-    swaps, _ = groups_of_16(odd)
+    left, right = _groups_of_16(x)
+    swaps, _ = _groups_of_16(odd)
     transposed = (
         gl.join(gl.where(swaps == 1, right, left), gl.where(swaps == 1, left, right))
         .permute((0, 1, 3, 2))
         .reshape([ROWS, x.shape[1]])
     )
-    reinterpret(tile, gl.float32, [ROWS, x.shape[1]], swizzled_layout(x.shape[1])).store(transposed)
+    _reinterpret(tile, gl.float32, [ROWS, x.shape[1]], _swizzled_layout(x.shape[1])).store(transposed)
 
 
 @gluon.jit
-def semaphore_acquire(counter, seen, order):
+def _semaphore_acquire(counter, seen, order):
     # Wait until `order` programs have added to a tile. `seen` is a value of the counter that was read earlier, or 0: if
     # it is `order`, nothing is read. Later TMA operations are ordered after the wait.
     gl.inline_asm_elementwise(
@@ -137,7 +137,7 @@ def semaphore_acquire(counter, seen, order):
 
 
 @gluon.jit
-def store_wait_read():
+def _store_wait_read():
     # Wait until TMA has read the shared memory of all stores that this warp has issued.
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
@@ -146,7 +146,7 @@ def store_wait_read():
 
 
 @gluon.jit
-def semaphore_release(counter):
+def _semaphore_release(counter):
     # Wait until all stores that this warp has issued are complete; then lane 0 adds 1 to the counter of programs.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
@@ -156,13 +156,13 @@ def semaphore_release(counter):
 
 
 @gluon.jit
-def opaque_zero():
+def _opaque_zero():
     # A zero that the compiler cannot see through: values that depend on it are computed here, not before the loop.
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pack(x, dtype: gl.constexpr):
+def _pack(x, dtype: gl.constexpr):
     # x in the element type, two values per 32-bit register. The compiler does not move it to its use, as it would a
     # cast.
     even, odd = x.reshape([ROWS, x.shape[1] // 2, 2]).split()
@@ -171,7 +171,7 @@ def pack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack(x, dtype: gl.constexpr):
+def _unpack(x, dtype: gl.constexpr):
     # The packed values as a tile of the element type.
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
@@ -180,23 +180,23 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
+def _next_stage(stage, phase, STAGES: gl.constexpr):
     # The stage after this one, and the phase of its barrier.
     last = stage + 1 == STAGES
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def load_row_vector(start, rows_left, stage, full):
+def _load_row_vector(start, rows_left, stage, full):
     # Copy one value for each row of a tile to shared memory, with 0 for rows from `rows_left` on. No thread waits: the
     # copy arrives at the tile's barrier.
     offsets = gl.arange(0, stage.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(stage, start + offsets, mask=offsets < rows_left)
+    _cp_async(stage, start + offsets, mask=offsets < rows_left)
     async_copy.mbarrier_arrive(full)
 
 
 @gluon.jit
-def philox_round(c0, c1, c2, c3, k0, k1):
+def _philox_round(c0, c1, c2, c3, k0, k1):
     # A round of Philox4x32 (Salmon et al. 2011): four random words from a counter of four words and a key of two; 7
     # rounds are run.
     a = c0.to(gl.uint64) * 0xD2511F53
@@ -205,9 +205,18 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 
 
 @gluon.jit
-def dropout_words(seed, b, h, q_start, kv_start, COLUMNS: gl.constexpr, SCORES: gl.constexpr, TRANSPOSED: gl.constexpr):
-    # The random word of each score of a consumer's tile. It depends only on (seed, b, h, q, kv); see dropout_words in
-    # kernels.py.
+def _dropout_words(
+    seed,
+    b,
+    h,
+    q_start,
+    kv_start,
+    COLUMNS: gl.constexpr,
+    SCORES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    # The random word of each score of a consumer's tile. It depends only on (seed, b, h, q, kv); see `_dropout_words`
+    # in kernels.py.
     k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     i = gl.arange(0, ROWS // 2, layout=gl.AutoLayout())
     j = gl.arange(0, COLUMNS // 4, layout=gl.AutoLayout())
@@ -219,13 +228,13 @@ def dropout_words(seed, b, h, q_start, kv_start, COLUMNS: gl.constexpr, SCORES: 
         q, kv = (q_start + row).to(gl.uint32)[:, None], (kv_start + col).to(gl.uint32)[None, :]
     c0, c1, c2, c3 = gl.cast(h, gl.uint32), q, gl.cast(b, gl.uint32), kv
     for _ in gl.static_range(6):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         k0 = gl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = gl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     odd = (i % 2 == 1)[:, None]
     # the last round: words of even queries are c1 and c0, by bit 0 of kv, and those of odd queries c3 and c2
     if TRANSPOSED:
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         even_col, odd_col = gl.where(odd, c0, c1), gl.where(odd, c2, c3)
     else:  # both words of a query come from one product, and each thread multiplies for its own queries
         product = gl.where(odd, c0, c2).to(gl.uint64) * gl.where(odd, 0xD2511F53, 0xCD9E8D57).to(gl.uint64)
@@ -243,8 +252,8 @@ def dropout_words(seed, b, h, q_start, kv_start, COLUMNS: gl.constexpr, SCORES: 
 
 
 @gluon.jit
-def dropout_keep(words, threshold, TRANSPOSED: gl.constexpr):
-    # Which scores dropout keeps, by their words; see dropout_keep in kernels.py.
+def _dropout_keep(words, threshold, TRANSPOSED: gl.constexpr):
+    # Which scores dropout keeps, by their words; see `_dropout_keep` in kernels.py.
     row = gl.arange(0, words.shape[0], layout=gl.SliceLayout(1, words.type.layout)) // 8 % 2
     col = gl.arange(0, words.shape[1], layout=gl.SliceLayout(0, words.type.layout)) // 8 % 2
     first = (row[:, None] + 2 * col[None, :]) if TRANSPOSED else (2 * row[:, None] + col[None, :])
@@ -253,9 +262,9 @@ def dropout_keep(words, threshold, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def dropped(x, words, threshold, TRANSPOSED: gl.constexpr):
+def _dropped(x, words, threshold, TRANSPOSED: gl.constexpr):
     # x where dropout keeps it, and zero elsewhere.
-    return gl.where(dropout_keep(words, threshold, TRANSPOSED), x, 0.0)
+    return gl.where(_dropout_keep(words, threshold, TRANSPOSED), x, 0.0)
 
 
 # kernel -> (position of a parameter that is a TMA descriptor, rows of a
@@ -270,101 +279,101 @@ PERSISTENT = {}
 @gluon.jit
 def bwd_producer(
     Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    g_first, g_end, q_end, q_first, kv_start, b, reversed_group, k_smem, k_full, v_smem, v_full,
-    q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem,
+    g_first, g_end, q_end, q_first, kv_start, b, reversed_L2_group, K_smem, K_full, V_smem, V_full,
+    Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_stage, q_loads = 0, 0
-    do_stage, do_loads = 0, 0
-    mbarrier.expect(k_full.index(0), BLOCK_KV * D_QK * 2)
-    tma_load(K, [b, 0, kv_start, 0], k_full.index(0), k_smem.index(0))
+    Q_stage, Q_loads = 0, 0
+    dO_stage, dO_loads = 0, 0
+    mbarrier.expect(K_full.index(0), BLOCK_KV * D_QK * 2)
+    _tma_load(K, [b, 0, kv_start, 0], K_full.index(0), K_smem.index(0))
     for copy in gl.static_range(2):
-        mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
-        tma_load(V, [b, 0, kv_start + copy * 64, 0], v_full.index(copy), v_smem.index(copy))
+        mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
+        _tma_load(V, [b, 0, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
     # the program's query heads, one after another
     for g in range(g_first, g_end):
         # tiles in order; in the last heads in reversed order
         for at in range(q_first, q_end):
-            q_tile = gl.where(reversed_group > 0, q_first + q_end - 1 - at, at)
+            q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
-            if q_loads >= STAGES:
-                barrier_sync(5 + q_stage, THREADS)  # the stage is free
-            load_row_vector(
+            if Q_loads >= STAGES:
+                _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
+            _load_row_vector(
                 LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(g, gl.int64) * stride_lse2_h + q_start,
                 Nq - q_start,
-                lse2_smem.index(q_stage),
-                q_full.index(q_stage),
+                LSE2_smem.index(Q_stage),
+                Q_full.index(Q_stage),
             )
-            load_row_vector(
+            _load_row_vector(
                 DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(g, gl.int64) * stride_delta_h + q_start,
                 Nq - q_start,
-                delta_smem.index(q_stage),
-                q_full.index(q_stage),
+                DELTA_smem.index(Q_stage),
+                Q_full.index(Q_stage),
             )
-            mbarrier.expect(q_full.index(q_stage), BLOCK_Q * D_QK * 2)
-            tma_load(Q, [b, g, q_start, 0], q_full.index(q_stage), q_smem.index(q_stage))
-            q_stage, q_loads = gl.where(q_stage + 1 == STAGES, 0, q_stage + 1), q_loads + 1
-            if do_loads >= STAGES:
-                barrier_sync(5 + STAGES + do_stage, THREADS)  # the stage is free
-            mbarrier.expect(do_full.index(do_stage), BLOCK_Q * D_V * 2)
-            tma_load(dO, [b, g, q_start, 0], do_full.index(do_stage), do_smem.index(do_stage))
-            do_stage, do_loads = gl.where(do_stage + 1 == STAGES, 0, do_stage + 1), do_loads + 1
-    for _ in range(gl.minimum(q_loads, STAGES)):
-        q_stage = gl.where(q_stage == 0, STAGES - 1, q_stage - 1)
-        barrier_sync(5 + q_stage, THREADS)
-    for _ in range(gl.minimum(do_loads, STAGES)):
-        do_stage = gl.where(do_stage == 0, STAGES - 1, do_stage - 1)
-        barrier_sync(5 + STAGES + do_stage, THREADS)
+            mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+            _tma_load(Q, [b, g, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
+            Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
+            if dO_loads >= STAGES:
+                _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
+            mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+            _tma_load(dO, [b, g, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
+            dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
+    for _ in range(gl.minimum(Q_loads, STAGES)):
+        Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
+        _barrier_sync(5 + Q_stage, THREADS)
+    for _ in range(gl.minimum(dO_loads, STAGES)):
+        dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
+        _barrier_sync(5 + STAGES + dO_stage, THREADS)
 
 
 @gluon.jit
 def bwd_consumer(
-    SEED, dK, dV, scale, dropout_threshold, keep_scale, Nq, Nk, g_first, g_end, q_end, q_first,
-    q_full_first, q_full_end, DKDV_SEMAPHORE_pair, kv_start, split, b, reversed_group, k_smem,
-    k_full, v_smem, v_full, q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem, ds_smem,
-    dq_smem, dq_full, dq_empty,
+    Q, K, V, dO, LSE2, DELTA, SEED, dK, dV, scale, dropout_threshold, keep_scale, Nq, Nk, g_first,
+    g_end, q_end, q_first, q_full_first, q_full_end, dKdV_SEMAPHORE_pair, kv_start, split, b,
+    reversed_L2_group, K_smem, K_full, V_smem, V_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem,
+    DELTA_smem, dS_smem, dQ_smem, dQ_full, dQ_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     DROPOUT: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_Q)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_Q)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTS: gl.constexpr = layout_of(32)
+    PARTS: gl.constexpr = _layout_of(32)
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dK.dtype
-    q_stage, q_phase = 0, 0
-    dq_stage, dq_phase = 0, 1
-    kv_start = kv_start + WARP_GROUP * ROWS
+    Q_stage, Q_phase = 0, 0
+    dQ_stage, dQ_phase = 0, 1
+    kv_start = kv_start + _WARP_GROUP * ROWS
     kv_idx = kv_start + kv_off
-    if WARP_GROUP == 1:
-        barrier_arrive(14, 256)  # the first instance starts
+    if _WARP_GROUP == 1:
+        _barrier_arrive(14, 256)  # the first instance starts
     seed = gl.load(SEED) if DROPOUT else 0
     qk_scale = LOG2E * scale
-    mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(v_full.index(WARP_GROUP), 0)
+    mbarrier.wait(K_full.index(0), 0)
+    mbarrier.wait(V_full.index(_WARP_GROUP), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, ACC)
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
     # the program's query heads, one after another
     for g in range(g_first, g_end):
         # tiles in order: those before and after the full ones are partial; in the last heads in reversed order
         for at in range(q_first, q_end):
-            q_tile = gl.where(reversed_group > 0, q_first + q_end - 1 - at, at)
+            q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
-            k_all_remat = k_smem.index(opaque_zero()).reshape([BLOCK_KV, D_QK])
-            k = k_all_remat.slice(WARP_GROUP * ROWS, ROWS, 0)
-            v_remat = v_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_V])
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            q = q_smem.index(q_stage).reshape([BLOCK_Q, D_QK])
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+            k_all_ADDR = K_smem.index(_opaque_zero()).reshape([BLOCK_KV, D_QK])
+            k = k_all_ADDR.slice(_WARP_GROUP * ROWS, ROWS, 0)
+            v_ADDR = V_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_V])
+            mbarrier.wait(Q_full.index(Q_stage), Q_phase)
+            q = Q_smem.index(Q_stage).reshape([BLOCK_Q, D_QK])
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             s_flight = warpgroup_mma(
                 k,
                 q.permute((1, 0)),
@@ -372,18 +381,18 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(do_full.index(q_stage), q_phase)
-            do = do_smem.index(q_stage).reshape([BLOCK_Q, D_V])
+            mbarrier.wait(dO_full.index(Q_stage), Q_phase)
+            do = dO_smem.index(Q_stage).reshape([BLOCK_Q, D_V])
             dp_flight = warpgroup_mma(
-                v_remat,
+                v_ADDR,
                 do.permute((1, 0)),
                 gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
                 use_acc=False,
                 is_async=True,
             )
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             if DROPOUT:
-                keep_words = dropout_words(seed, b, g, q_start, kv_start, BLOCK_Q, SCORES, True)
+                keep_words = _dropout_words(seed, b, g, q_start, kv_start, BLOCK_Q, SCORES, True)
             s = warpgroup_mma_wait(1, deps=[s_flight])
             if (q_tile < q_full_first) | (q_tile >= q_full_end):
                 s = gl.where(
@@ -391,122 +400,126 @@ def bwd_consumer(
                     s,
                     float("-inf"),
                 )
-            lse2 = lse2_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])
-            p_kept = dropped(p, keep_words, dropout_threshold, True) if DROPOUT else p
-            p_kept_cast = pack(p_kept, dtype)
+            p_kept = _dropped(p, keep_words, dropout_threshold, True) if DROPOUT else p
+            p_kept_cast = _pack(p_kept, dtype)
             dp = warpgroup_mma_wait(0, deps=[dp_flight])
-            delta = delta_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            delta = DELTA_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             ds = dp * p_kept - p * delta[None, :]
-            ds_cast = pack(ds, dtype)
-            ds_smem.index(q_stage).slice(WARP_GROUP * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+            ds_cast = _pack(ds, dtype)
+            dS_smem.index(Q_stage).slice(_WARP_GROUP * ROWS, ROWS, 0).store(_unpack(ds_cast, dtype))
             fence_async_shared()
-            barrier_arrive(5 + STAGES + STAGES + 2 * q_stage + WARP_GROUP, 256)  # this instance's part is written
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
-            p_kept_cast_operand = gl.convert_layout(unpack(p_kept_cast, dtype), OPERAND)
+            _barrier_arrive(5 + STAGES + STAGES + 2 * Q_stage + _WARP_GROUP, 256)  # this instance's part is written
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
+            p_kept_cast_operand = gl.convert_layout(_unpack(p_kept_cast, dtype), OPERAND)
             dv_flight = warpgroup_mma(p_kept_cast_operand, do, dv, is_async=True)
-            ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+            ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
             dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
             # the other instance's part is written
-            barrier_sync(5 + STAGES + STAGES + 2 * q_stage + 1 - WARP_GROUP, 256)
-            ds_all = ds_smem.index(q_stage)
+            _barrier_sync(5 + STAGES + STAGES + 2 * Q_stage + 1 - _WARP_GROUP, 256)
+            ds_all = dS_smem.index(Q_stage)
             dq_flight = warpgroup_mma(
                 ds_all.permute((1, 0)),
-                k_all_remat.slice(WARP_GROUP * 32, 32, 1),
+                k_all_ADDR.slice(_WARP_GROUP * 32, 32, 1),
                 gl.zeros([BLOCK_Q, 32], gl.float32, PARTS),
                 use_acc=False,
                 is_async=True,
             )
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             dv, p_kept_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_kept_cast_operand])
-            barrier_arrive_early(5 + STAGES + q_stage, THREADS)
+            _barrier_arrive_early(5 + STAGES + Q_stage, THREADS)
             dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
-            barrier_arrive_early(5 + q_stage, THREADS)
-            q_stage, q_phase = next_stage(q_stage, q_phase, STAGES)
+            _barrier_arrive_early(5 + Q_stage, THREADS)
+            Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
             dq = warpgroup_mma_wait(0, deps=[dq_flight])
-            mbarrier.wait(dq_empty.index(dq_stage), dq_phase)  # the stage is free
-            store_acc(dq_smem.index(WARP_GROUP + 2 * dq_stage).reshape([BLOCK_Q, 32]), dq, PARTS)
+            mbarrier.wait(dQ_empty.index(dQ_stage), dQ_phase)  # the stage is free
+            _store_acc(dQ_smem.index(_WARP_GROUP + 2 * dQ_stage).reshape([BLOCK_Q, 32]), dq, PARTS)
             fence_async_shared()
-            mbarrier.arrive(dq_full.index(dq_stage), count=1)
-            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)
+            mbarrier.arrive(dQ_full.index(dQ_stage), count=1)
+            dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)
     dk_out = (dk * keep_scale * scale).to(dtype)
     if kv_start < Nk:
-        semaphore_acquire(DKDV_SEMAPHORE_pair + kv_start, 0, 4 * (split % 2))
-    v_smem.index(WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
+        _semaphore_acquire(dKdV_SEMAPHORE_pair + kv_start, 0, 4 * (split % 2))
+    V_smem.index(_WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
     fence_async_shared()
     if split % 2 == 0:
-        tma_store(dK, [b, split // 2, kv_start, 0], v_smem.index(WARP_GROUP))
+        _tma_store(dK, [b, split // 2, kv_start, 0], V_smem.index(_WARP_GROUP))
     else:
-        tma_reduce_add(dK, [b, split // 2, kv_start, 0], v_smem.index(WARP_GROUP))
+        _tma_reduce_add(dK, [b, split // 2, kv_start, 0], V_smem.index(_WARP_GROUP))
     dv_out = (dv * keep_scale).to(dtype)
     tma.store_wait(0)  # the previous output has left the stage
-    v_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
+    V_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
     fence_async_shared()
     if split % 2 == 0:
-        tma_store(dV, [b, split // 2, kv_start, 0], v_smem.index(WARP_GROUP))
+        _tma_store(dV, [b, split // 2, kv_start, 0], V_smem.index(_WARP_GROUP))
     else:
-        tma_reduce_add(dV, [b, split // 2, kv_start, 0], v_smem.index(WARP_GROUP))
-    if WARP_GROUP == 0:
-        barrier_sync(14, 256)  # matches the last arrive
+        _tma_reduce_add(dV, [b, split // 2, kv_start, 0], V_smem.index(_WARP_GROUP))
+    if _WARP_GROUP == 0:
+        _barrier_sync(14, 256)  # matches the last arrive
     tma.store_wait(0)
     if kv_start < Nk:
-        semaphore_release(DKDV_SEMAPHORE_pair + kv_start)
+        _semaphore_release(dKdV_SEMAPHORE_pair + kv_start)
 
 
 @gluon.jit
-def bwd_writer(
-    DQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h, g_first, g_end,
-    q_end, q_first, kv_start, b, reversed_group, dq_smem, dq_full, dq_empty,
+def bwd_dq_reducer(
+    dQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h, g_first, g_end,
+    q_end, q_first, kv_start, b, reversed_L2_group, dQ_smem, dQ_full, dQ_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    dq_stage, dq_phase = 0, 0
+    dQ_stage, dQ_phase = 0, 0
     # the program's query heads, one after another
     for g in range(g_first, g_end):
         # tiles in order; in the last heads in reversed order
         for at in range(q_first, q_end):
-            q_tile = gl.where(reversed_group > 0, q_first + q_end - 1 - at, at)
+            q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
-            if dq_stage == WARP_GROUP:  # else the other writer adds the tile
-                order = gl.where(
-                    reversed_group > 0,
+            if dQ_stage == _WARP_GROUP:  # else the other dQ reduction warp adds the tile
+                _order = gl.where(
+                    reversed_L2_group > 0,
                     kv_start // BLOCK_KV,
                     gl.minimum(
                         1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
                         gl.cdiv(Nk, BLOCK_KV),
                     ) - 1 - kv_start // BLOCK_KV,
                 )
-                semaphore_acquire(
-                    DQ_SEMAPHORE + gl.cast(
+                _semaphore_acquire(
+                    dQ_SEMAPHORE + gl.cast(
                         b,
                         gl.int64,
                     ) * stride_dq_semaphore_b + gl.cast(g, gl.int64) * stride_dq_semaphore_h + q_start,
                     0,
-                    order,
+                    _order,
                 )
-                mbarrier.wait(dq_full.index(dq_stage), dq_phase)
+                mbarrier.wait(dQ_full.index(dQ_stage), dQ_phase)
                 for piece in gl.static_range(2):
-                    if order == 0:
-                        tma_store(DQ_ACC, [b, g, q_start, piece * 32], dq_smem.index(2 * dq_stage + piece))
+                    if _order == 0:
+                        _tma_store(DQ_ACC, [b, g, q_start, piece * 32], dQ_smem.index(2 * dQ_stage + piece))
                     else:
-                        tma_reduce_add(DQ_ACC, [b, g, q_start, piece * 32], dq_smem.index(2 * dq_stage + piece))
-                store_wait_read()
-                mbarrier.arrive(dq_empty.index(dq_stage), count=1)
-                semaphore_release(
-                    DQ_SEMAPHORE + gl.cast(
+                        _tma_reduce_add(
+                            DQ_ACC,
+                            [b, g, q_start, piece * 32],
+                            dQ_smem.index(2 * dQ_stage + piece),
+                        )
+                _store_wait_read()
+                mbarrier.arrive(dQ_empty.index(dQ_stage), count=1)
+                _semaphore_release(
+                    dQ_SEMAPHORE + gl.cast(
                         b,
                         gl.int64,
                     ) * stride_dq_semaphore_b + gl.cast(g, gl.int64) * stride_dq_semaphore_h + q_start,
                 )
-            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)
+            dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)
 
 
 @gluon.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk"])
 def bwd(
-    Q, K, V, dO, LSE2, DELTA, SEED, DQ_SEMAPHORE, DKDV_SEMAPHORE, DQ_ACC, dK, dV, scale,
+    Q, K, V, dO, LSE2, DELTA, SEED, dQ_SEMAPHORE, dKdV_SEMAPHORE, DQ_ACC, dK, dV, scale,
     dropout_threshold, keep_scale, group, splits, split_pairs, Nq, Nk, stride_q_b, stride_q_h,
     stride_q_n, stride_k_b, stride_k_n, stride_v_b, stride_v_n, stride_do_b, stride_do_h,
     stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
@@ -520,59 +533,59 @@ def bwd(
     # Fused backward: one program per key tile, over query tiles; it adds to the dQ of each.
     pid = gl.program_id(0)
     kv_tiles = gl.cdiv(Nk, BLOCK_KV)
-    swizzle_heads = gl.maximum(1, 32768 // Nk)
-    first_head = pid // (swizzle_heads * kv_tiles) * swizzle_heads
-    heads_in_group = gl.minimum(swizzle_heads, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    reversed_group = gl.where(first_head + swizzle_heads >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads
+    _swizzle_heads = gl.maximum(1, 32768 // Nk)
+    first_head = pid // (_swizzle_heads * kv_tiles) * _swizzle_heads
+    _heads_in_group = gl.minimum(_swizzle_heads, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    reversed_L2_group = gl.where(first_head + _swizzle_heads >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads
     kv_start = gl.where(
-        reversed_group > 0,
-        in_group // heads_in_group,
-        kv_tiles - 1 - in_group // heads_in_group,
+        reversed_L2_group > 0,
+        _in_group // _heads_in_group,
+        kv_tiles - 1 - _in_group // _heads_in_group,
     ) * BLOCK_KV
-    split = flat_head % splits
-    b = flat_head // splits
+    split = _flat_head % splits
+    b = _flat_head // splits
     g_first = split * group // splits
     g_end = (group + split * group) // splits
     q_end = gl.cdiv(Nq, BLOCK_Q)
     q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
     q_full_first = gl.minimum(q_end, gl.cdiv(gl.maximum(0, Nq + kv_start + BLOCK_KV - 1 - Nk), BLOCK_Q))
     q_full_end = gl.maximum(q_full_first, gl.where(kv_start + BLOCK_KV <= Nk, Nq // BLOCK_Q, 0))
-    DKDV_SEMAPHORE_pair = (
-        DKDV_SEMAPHORE
+    dKdV_SEMAPHORE_pair = (
+        dKdV_SEMAPHORE
         + gl.cast(b, gl.int64) * stride_dkdv_semaphore_b
         + gl.cast(split // 2, gl.int64) * stride_dkdv_semaphore_s
     )
-    k_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lse2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ds_smem = gl.allocate_shared_memory(
+    K_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dO_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
+    dO_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    LSE2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    DELTA_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dS_smem = gl.allocate_shared_memory(
         dK.dtype,
         [STAGES, BLOCK_KV, BLOCK_Q],
-        shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
+        _shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
     )
-    dq_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 32], DQ_ACC.layout)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(1):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(do_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(dq_full.index(stage), count=2)
-        mbarrier.init(dq_empty.index(stage), count=1)
+    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 32], DQ_ACC.layout)
+    dQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dQ_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(1):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(dO_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(dQ_full.index(at), count=2)
+        mbarrier.init(dQ_empty.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -580,46 +593,48 @@ def bwd(
             (
                 bwd_consumer,
                 (
-                    SEED, dK, dV, scale, dropout_threshold, keep_scale, Nq, Nk, g_first, g_end,
-                    q_end, q_first, q_full_first, q_full_end, DKDV_SEMAPHORE_pair, kv_start, split,
-                    b, reversed_group, k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem,
-                    do_full, lse2_smem, delta_smem, ds_smem, dq_smem, dq_full, dq_empty, BLOCK_Q,
-                    BLOCK_KV, STAGES, DROPOUT, THREADS, 0,
+                    Q, K, V, dO, LSE2, DELTA, SEED, dK, dV, scale, dropout_threshold, keep_scale,
+                    Nq, Nk, g_first, g_end, q_end, q_first, q_full_first, q_full_end,
+                    dKdV_SEMAPHORE_pair, kv_start, split, b, reversed_L2_group, K_smem, K_full,
+                    V_smem, V_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem,
+                    dS_smem, dQ_smem, dQ_full, dQ_empty, BLOCK_Q, BLOCK_KV, STAGES, DROPOUT,
+                    THREADS, 0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
-                    SEED, dK, dV, scale, dropout_threshold, keep_scale, Nq, Nk, g_first, g_end,
-                    q_end, q_first, q_full_first, q_full_end, DKDV_SEMAPHORE_pair, kv_start, split,
-                    b, reversed_group, k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem,
-                    do_full, lse2_smem, delta_smem, ds_smem, dq_smem, dq_full, dq_empty, BLOCK_Q,
-                    BLOCK_KV, STAGES, DROPOUT, THREADS, 1,
+                    Q, K, V, dO, LSE2, DELTA, SEED, dK, dV, scale, dropout_threshold, keep_scale,
+                    Nq, Nk, g_first, g_end, q_end, q_first, q_full_first, q_full_end,
+                    dKdV_SEMAPHORE_pair, kv_start, split, b, reversed_L2_group, K_smem, K_full,
+                    V_smem, V_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem,
+                    dS_smem, dQ_smem, dQ_full, dQ_empty, BLOCK_Q, BLOCK_KV, STAGES, DROPOUT,
+                    THREADS, 1,
                 ),
             ),
             (
                 bwd_producer,
                 (
                     Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-                    stride_delta_h, g_first, g_end, q_end, q_first, kv_start, b, reversed_group,
-                    k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem, do_full, lse2_smem,
-                    delta_smem, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    stride_delta_h, g_first, g_end, q_end, q_first, kv_start, b, reversed_L2_group,
+                    K_smem, K_full, V_smem, V_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem,
+                    DELTA_smem, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
             (
-                bwd_writer,
+                bwd_dq_reducer,
                 (
-                    DQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h,
-                    g_first, g_end, q_end, q_first, kv_start, b, reversed_group, dq_smem, dq_full,
-                    dq_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS, 0,
+                    dQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h,
+                    g_first, g_end, q_end, q_first, kv_start, b, reversed_L2_group, dQ_smem,
+                    dQ_full, dQ_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS, 0,
                 ),
             ),
             (
-                bwd_writer,
+                bwd_dq_reducer,
                 (
-                    DQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h,
-                    g_first, g_end, q_end, q_first, kv_start, b, reversed_group, dq_smem, dq_full,
-                    dq_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS, 1,
+                    dQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h,
+                    g_first, g_end, q_end, q_first, kv_start, b, reversed_L2_group, dQ_smem,
+                    dQ_full, dQ_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS, 1,
                 ),
             ),
         ],

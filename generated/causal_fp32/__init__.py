@@ -205,5 +205,5 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "m_all", "inv_l_all"), flat=2,
     kept=("m_all", "inv_l_all"),
 )
-OPERATORS = runtime.Operators("causal_fp32_32f5c4abd249", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_fp32_adb58ad1db9d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

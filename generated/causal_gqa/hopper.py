@@ -5,7 +5,7 @@ computes 64 rows of queries. Barriers `..._full` say that a stage is full;
 named barriers, from 5 on, or barriers `..._empty`, say that it is free. Other named
 barriers order the consumers.
 In the backward these rows are of keys.
-Two writer warps (dQ reduction warps), one for each stage, add the consumers' parts of dQ by TMA.
+Two dQ reduction warps, one for each stage, add the consumers' parts of dQ by TMA.
 Programs add in a fixed order: a semaphore for each tile of queries, in device memory, counts those that have added.
 """
 
@@ -25,23 +25,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Gluon's TMA copies have other names since Triton 3.8.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-    tma_load = tma.async_load
-    tma_store = tma.async_store
-    tma_reduce_add = tma.async_atomic_add
-    cp_async = async_copy.async_load
+    _tma_load = tma.async_load
+    _tma_store = tma.async_store
+    _tma_reduce_add = tma.async_atomic_add
+    _cp_async = async_copy.async_load
 else:
-    tma_load = tma.async_copy_global_to_shared
-    tma_store = tma.async_copy_shared_to_global
+    _tma_load = tma.async_copy_global_to_shared
+    _tma_store = tma.async_copy_shared_to_global
 
     @builtin
-    def tma_reduce_add(descriptor, place, tile, _semantic=None):
+    def _tma_reduce_add(descriptor, place, tile, _semantic=None):
         at = _semantic._convert_to_ir_values(place, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, tile.handle)
 
-    cp_async = async_copy.async_copy_global_to_shared
+    _cp_async = async_copy.async_copy_global_to_shared
 
 # View shared memory with another shape and layout; the method is public since Triton 3.9.
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -51,13 +51,13 @@ D_V = gl.constexpr(128)
 
 
 @gluon.constexpr_function
-def layout_of(columns):
+def _layout_of(columns):
     # The wgmma accumulator layout of a tile of ROWS rows, in the four warps of a consumer.
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def barrier_arrive(barrier, THREADS: gl.constexpr):
+def _barrier_arrive(barrier, THREADS: gl.constexpr):
     # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
     # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
@@ -68,7 +68,7 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_arrive_early(barrier, THREADS: gl.constexpr):
+def _barrier_arrive_early(barrier, THREADS: gl.constexpr):
     # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
     # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
@@ -78,7 +78,7 @@ def barrier_arrive_early(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_sync(barrier, THREADS: gl.constexpr):
+def _barrier_sync(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all other threads have arrived.
     gl.inline_asm_elementwise(
         "barrier.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1
@@ -86,7 +86,7 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def pinned_moves_ptx(count):
+def _pinned_moves_ptx(count):
     # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
     # runs. ptxas does not know that, and moves no instruction past the branch.
     first, *more = range(count, 2 * count)
@@ -98,29 +98,29 @@ def pinned_moves_ptx(count):
 
 
 @gluon.constexpr_function
-def pinned_moves_constraints(count):
-    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+def _pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `_pinned_moves_ptx`.
     return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
-def pin_before_wait(x, NUMBERS: gl.constexpr):
+def _pin_before_wait(x, NUMBERS: gl.constexpr):
     # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
     return gl.inline_asm_elementwise(
-        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+        _pinned_moves_ptx(NUMBERS), _pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
     )
 
 
 @gluon.constexpr_function
-def shared_layout(rows, columns, dtype):
+def _shared_layout(rows, columns, dtype):
     # The shared-memory layout that wgmma reads.
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 @gluon.constexpr_function
-def swizzled_layout(columns):
+def _swizzled_layout(columns):
     # The layout of fp32 tiles that TMA stores, with neighbouring groups of 16 columns swapped in odd rows, so that
-    # `store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first the
+    # `_store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first
     # columns of 128 bytes, then rows, then further columns. The 16 in the basis [1, 4 + 16] of bit 0 of the row swaps
     # the groups; the 4, 8 and 16 are TMA's swizzle of 128 bytes.
     rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
@@ -129,30 +129,30 @@ def swizzled_layout(columns):
 
 
 @gluon.jit
-def groups_of_16(x):
+def _groups_of_16(x):
     # The even and the odd groups of 16 columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, x.shape[1] // 32, 2, 16]).permute((0, 1, 3, 2)).split()
 
 
 @gluon.jit
-def store_acc(tile, x, LAYOUT: gl.constexpr):
+def _store_acc(tile, x, LAYOUT: gl.constexpr):
     # Store an accumulator to shared memory. Threads of odd rows store groups of 16 columns in another order than those
     # of even rows, so that the stores of a warp go to different banks.
     odd = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None] % 2 + gl.zeros(
         [ROWS, x.shape[1]], gl.int32, LAYOUT
     )
-    left, right = groups_of_16(x)
-    swaps, _ = groups_of_16(odd)
+    left, right = _groups_of_16(x)
+    swaps, _ = _groups_of_16(odd)
     transposed = (
         gl.join(gl.where(swaps == 1, right, left), gl.where(swaps == 1, left, right))
         .permute((0, 1, 3, 2))
         .reshape([ROWS, x.shape[1]])
     )
-    reinterpret(tile, gl.float32, [ROWS, x.shape[1]], swizzled_layout(x.shape[1])).store(transposed)
+    _reinterpret(tile, gl.float32, [ROWS, x.shape[1]], _swizzled_layout(x.shape[1])).store(transposed)
 
 
 @gluon.jit
-def semaphore_acquire(counter, seen, order):
+def _semaphore_acquire(counter, seen, order):
     # Wait until `order` programs have added to a tile. `seen` is a value of the counter that was read earlier, or 0: if
     # it is `order`, nothing is read. Later TMA operations are ordered after the wait.
     gl.inline_asm_elementwise(
@@ -164,7 +164,7 @@ def semaphore_acquire(counter, seen, order):
 
 
 @gluon.jit
-def store_wait_read():
+def _store_wait_read():
     # Wait until TMA has read the shared memory of all stores that this warp has issued.
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
@@ -173,7 +173,7 @@ def store_wait_read():
 
 
 @gluon.jit
-def semaphore_release(counter):
+def _semaphore_release(counter):
     # Wait until all stores that this warp has issued are complete; then lane 0 adds 1 to the counter of programs.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
@@ -183,23 +183,23 @@ def semaphore_release(counter):
 
 
 @gluon.jit
-def opaque_zero():
+def _opaque_zero():
     # A zero that the compiler cannot see through: values that depend on it are computed here, not before the loop.
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def row_max(x):
+def _row_max(x):
     # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
-PARTIALS = gl.constexpr(8)  # partial sums of each row
+_PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 
 @gluon.constexpr_function
-def partials_layout():
+def _partials_layout():
     # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
     # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
@@ -207,21 +207,21 @@ def partials_layout():
 
 
 @gluon.jit
-def partial_sums(x, LAYOUT: gl.constexpr):
+def _partial_sums(x, LAYOUT: gl.constexpr):
     # Partial sums of each row, each over every eighth column. A thread adds only its own columns.
     return gl.convert_layout(
-        gl.sum(x.reshape([ROWS, x.shape[1] // PARTIALS, PARTIALS]), 1), LAYOUT, assert_trivial=True
+        gl.sum(x.reshape([ROWS, x.shape[1] // _PARTIALS, _PARTIALS]), 1), LAYOUT, assert_trivial=True
     )
 
 
 @gluon.jit
-def row_vector(x, LAYOUT: gl.constexpr):
+def _row_vector(x, LAYOUT: gl.constexpr):
     # A vector with one value per row, in the layout of the rows of LAYOUT.
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def pack(x, dtype: gl.constexpr):
+def _pack(x, dtype: gl.constexpr):
     # x in the element type, two values per 32-bit register. The compiler does not move it to its use, as it would a
     # cast.
     even, odd = x.reshape([ROWS, x.shape[1] // 2, 2]).split()
@@ -230,7 +230,7 @@ def pack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack(x, dtype: gl.constexpr):
+def _unpack(x, dtype: gl.constexpr):
     # The packed values as a tile of the element type.
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
@@ -239,50 +239,50 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def split_halves(x):
+def _split_halves(x):
     # The left and the right half of the columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
+def _next_stage(stage, phase, STAGES: gl.constexpr):
     # The stage after this one, and the phase of its barrier.
     last = stage + 1 == STAGES
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def pin_after_wait(x):
+def _pin_after_wait(x):
     # Return x, which the compiler cannot see through: values that depend on it are computed after the wait before this
     # line.
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def concat_halves(left, right, LAYOUT: gl.constexpr):
+def _concat_halves(left, right, LAYOUT: gl.constexpr):
     # The tile with these halves.
     x = gl.join(left, right).permute(0, 2, 1).reshape([ROWS, 2 * left.shape[1]])
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def rows_of(x, tile):
+def _rows_of(x, tile):
     # A vector with one value per row, in the layout of the rows of a tile.
     return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def load_row_vector(start, rows_left, stage, full):
+def _load_row_vector(start, rows_left, stage, full):
     # Copy one value for each row of a tile to shared memory, with 0 for rows from `rows_left` on. No thread waits: the
     # copy arrives at the tile's barrier.
     offsets = gl.arange(0, stage.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(stage, start + offsets, mask=offsets < rows_left)
+    _cp_async(stage, start + offsets, mask=offsets < rows_left)
     async_copy.mbarrier_arrive(full)
 
 
 @gluon.jit
-def fetch_next(counter):
-    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+def _fetch_next(counter):
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `_broadcast`, which reads the
     # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
@@ -292,7 +292,7 @@ def fetch_next(counter):
 
 
 @gluon.jit
-def broadcast(ticket):
+def _broadcast(ticket):
     # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
@@ -300,16 +300,16 @@ def broadcast(ticket):
 
 
 @gluon.jit
-def reset(counter):
+def _reset(counter):
     # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
     # program to end sets both to 0 for the next launch.
-    if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
+    if _broadcast(_fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
 
 @gluon.jit
-def rematerialize(x):
+def _rematerialize(x):
     # Return x, which the compiler cannot see through: values that depend on it are computed here, not before the loop
     # over tiles.
     x = gl.to_tensor(x)
@@ -321,13 +321,13 @@ def rematerialize(x):
 
 
 @gluon.jit
-def write_index(number, stage):
+def _write_index(number, stage):
     # Pass an integer to all consumers.
     stage.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
 
 
 @gluon.jit
-def read_index(stage, WARPS: gl.constexpr = 4):
+def _read_index(stage, WARPS: gl.constexpr = 4):
     # Read the integer that was passed, in a warp group of WARPS warps.
     return gl.max(stage.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
@@ -345,145 +345,145 @@ PERSISTENT = {"fwd": 1}
 
 @gluon.jit
 def fwd_producer(
-    Q, K, V, Hq, group, Nq, Nk, q_smem, q_full, k_smem, k_full, v_smem, v_full, work_smem,
-    work_full, COUNTER, TILES,
+    Q, K, V, Hq, group, Nq, Nk, Q_smem, Q_full, K_smem, K_full, V_smem, V_full, Work_smem,
+    Work_full, COUNTER, TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_stage, q_loads = 0, 0
-    k_stage, k_loads = 0, 0
-    v_stage, v_loads = 0, 0
-    work_stage, work_loads = 0, 0
-    Hq = rematerialize(Hq)
-    group = rematerialize(group)
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
+    Q_stage, Q_loads = 0, 0
+    K_stage, K_loads = 0, 0
+    V_stage, V_loads = 0, 0
+    Work_stage, Work_loads = 0, 0
+    Hq = _rematerialize(Hq)
+    group = _rematerialize(group)
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
     pid = gl.program_id(0)
     while pid >= 0:
-        Hq = rematerialize(Hq)
-        group = rematerialize(group)
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
+        Hq = _rematerialize(Hq)
+        group = _rematerialize(group)
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
         q_tiles = gl.cdiv(Nq, BLOCK_Q)
         first_head = pid // (8 * q_tiles) * 8
-        heads_in_group = gl.minimum(8, TILES // q_tiles - first_head)  # of the swizzle
-        in_group = pid - first_head * q_tiles
-        flat_head = first_head + in_group % heads_in_group
-        q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-        h = flat_head % Hq
-        b = flat_head // Hq
+        _heads_in_group = gl.minimum(8, TILES // q_tiles - first_head)  # of the swizzle
+        _in_group = pid - first_head * q_tiles
+        _flat_head = first_head + _in_group % _heads_in_group
+        q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+        h = _flat_head % Hq
+        b = _flat_head // Hq
         kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
         kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-        if work_loads >= 2:
-            barrier_sync(7 + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-        write_index(q_start, work_smem.index(5 * work_stage))
-        write_index(h, work_smem.index(5 * work_stage + 1))
-        write_index(b, work_smem.index(5 * work_stage + 2))
-        write_index(kv_end, work_smem.index(5 * work_stage + 3))
-        write_index(kv_full_end, work_smem.index(5 * work_stage + 4))
-        mbarrier.arrive(work_full.index(work_stage), count=1)
-        work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-        ticket = fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
-        if q_loads >= 2:
-            barrier_sync(5 + q_stage, THREADS)  # the stage is free
+        if Work_loads >= 2:
+            _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _write_index(q_start, Work_smem.index(5 * Work_stage))
+        _write_index(h, Work_smem.index(5 * Work_stage + 1))
+        _write_index(b, Work_smem.index(5 * Work_stage + 2))
+        _write_index(kv_end, Work_smem.index(5 * Work_stage + 3))
+        _write_index(kv_full_end, Work_smem.index(5 * Work_stage + 4))
+        mbarrier.arrive(Work_full.index(Work_stage), count=1)
+        Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+        ticket = _fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
+        if Q_loads >= 2:
+            _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
         for copy in gl.static_range(2):
-            mbarrier.expect(q_full.index(2 * q_stage + copy), ROWS * D_QK * 2)
-            tma_load(
+            mbarrier.expect(Q_full.index(2 * Q_stage + copy), ROWS * D_QK * 2)
+            _tma_load(
                 Q,
                 [b, h, q_start + copy * 64, 0],
-                q_full.index(2 * q_stage + copy),
-                q_smem.index(2 * q_stage + copy),
+                Q_full.index(2 * Q_stage + copy),
+                Q_smem.index(2 * Q_stage + copy),
             )
-        q_stage, q_loads = gl.where(q_stage + 1 == 2, 0, q_stage + 1), q_loads + 1
-        # the tiles of one iteration
+        Q_stage, Q_loads = gl.where(Q_stage + 1 == 2, 0, Q_stage + 1), Q_loads + 1
+        # load the tiles that consumers use in one iteration
         for kv_tile in range(kv_full_end, kv_end):
             kv_start = kv_tile * BLOCK_KV
-            if k_loads >= STAGES:
-                barrier_sync(7 + k_stage, THREADS)  # the stage is free
-            mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-            tma_load(K, [b, h // group, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-            k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-            if v_loads >= STAGES:
-                barrier_sync(7 + STAGES + v_stage, THREADS)  # the stage is free
-            mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-            tma_load(V, [b, h // group, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-            v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-        # the tiles of one iteration
+            if K_loads >= STAGES:
+                _barrier_sync(7 + K_stage, THREADS)  # the stage is free
+            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(K, [b, h // group, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+            K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+            if V_loads >= STAGES:
+                _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
+            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            _tma_load(V, [b, h // group, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+            V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+        # load the tiles that consumers use in one iteration
         for kv_tile in range(kv_full_end):
             kv_start = kv_tile * BLOCK_KV
-            if k_loads >= STAGES:
-                barrier_sync(7 + k_stage, THREADS)  # the stage is free
-            mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-            tma_load(K, [b, h // group, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-            k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-            if v_loads >= STAGES:
-                barrier_sync(7 + STAGES + v_stage, THREADS)  # the stage is free
-            mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-            tma_load(V, [b, h // group, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-            v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-        pid = broadcast(ticket) + gl.num_programs(0)
+            if K_loads >= STAGES:
+                _barrier_sync(7 + K_stage, THREADS)  # the stage is free
+            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(K, [b, h // group, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+            K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+            if V_loads >= STAGES:
+                _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
+            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            _tma_load(V, [b, h // group, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+            V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+        pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
-    if work_loads >= 2:
-        barrier_sync(7 + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-    write_index(-1, work_smem.index(5 * work_stage))
-    mbarrier.arrive(work_full.index(work_stage), count=1)
-    work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-    reset(COUNTER)
-    for _ in range(gl.minimum(q_loads, 2)):
-        q_stage = gl.where(q_stage == 0, 2 - 1, q_stage - 1)
-        barrier_sync(5 + q_stage, THREADS)
-    for _ in range(gl.minimum(k_loads, STAGES)):
-        k_stage = gl.where(k_stage == 0, STAGES - 1, k_stage - 1)
-        barrier_sync(7 + k_stage, THREADS)
-    for _ in range(gl.minimum(v_loads, STAGES)):
-        v_stage = gl.where(v_stage == 0, STAGES - 1, v_stage - 1)
-        barrier_sync(7 + STAGES + v_stage, THREADS)
-    for _ in range(gl.minimum(work_loads, 2)):
-        work_stage = gl.where(work_stage == 0, 2 - 1, work_stage - 1)
-        barrier_sync(7 + STAGES + STAGES + work_stage, THREADS)
+    if Work_loads >= 2:
+        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+    _write_index(-1, Work_smem.index(5 * Work_stage))
+    mbarrier.arrive(Work_full.index(Work_stage), count=1)
+    Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+    _reset(COUNTER)
+    for _ in range(gl.minimum(Q_loads, 2)):
+        Q_stage = gl.where(Q_stage == 0, 2 - 1, Q_stage - 1)
+        _barrier_sync(5 + Q_stage, THREADS)
+    for _ in range(gl.minimum(K_loads, STAGES)):
+        K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
+        _barrier_sync(7 + K_stage, THREADS)
+    for _ in range(gl.minimum(V_loads, STAGES)):
+        V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
+        _barrier_sync(7 + STAGES + V_stage, THREADS)
+    for _ in range(gl.minimum(Work_loads, 2)):
+        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
+        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)
 
 
 @gluon.jit
 def fwd_consumer(
-    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_smem, q_full, k_smem, k_full, v_smem,
-    v_full, work_smem, work_full, o_smem,
+    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, Q_smem, Q_full, K_smem, K_full,
+    V_smem, V_full, Work_smem, Work_full, O_smem,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
+    _PARTIALS_LAYOUT: gl.constexpr = _partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
-    k_stage, k_phase = 0, 0
-    v_stage, v_phase = 0, 0
-    work_stage, work_phase = 0, 0
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
-    stride_lse_b = rematerialize(stride_lse_b)
-    stride_lse_h = rematerialize(stride_lse_h)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    q_start = read_index(work_smem.index(5 * work_stage))
+    K_stage, K_phase = 0, 0
+    V_stage, V_phase = 0, 0
+    Work_stage, Work_phase = 0, 0
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
+    stride_lse_b = _rematerialize(stride_lse_b)
+    stride_lse_h = _rematerialize(stride_lse_h)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    q_start = _read_index(Work_smem.index(5 * Work_stage))
     while q_start >= 0:
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
-        stride_lse_b = rematerialize(stride_lse_b)
-        stride_lse_h = rematerialize(stride_lse_h)
-        kv_end = read_index(work_smem.index(5 * work_stage + 3))
-        kv_full_end = read_index(work_smem.index(5 * work_stage + 4))
-        q_start = q_start + WARP_GROUP * ROWS
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
+        stride_lse_b = _rematerialize(stride_lse_b)
+        stride_lse_h = _rematerialize(stride_lse_h)
+        kv_end = _read_index(Work_smem.index(5 * Work_stage + 3))
+        kv_full_end = _read_index(Work_smem.index(5 * Work_stage + 4))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
         qk_scale = LOG2E * scale
-        mbarrier.wait(q_full.index(2 * work_stage + WARP_GROUP), work_phase)
-        q = q_smem.index(2 * work_stage + WARP_GROUP).reshape([ROWS, D_QK])
+        mbarrier.wait(Q_full.index(2 * Work_stage + _WARP_GROUP), Work_phase)
+        q = Q_smem.index(2 * Work_stage + _WARP_GROUP).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
+        l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
         partial_tiles = kv_end - kv_full_end
         full_tiles = kv_full_end
@@ -494,8 +494,8 @@ def fwd_consumer(
             kv_tile = first_tile
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
-            mbarrier.wait(k_full.index(k_stage), k_phase)
-            k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
+            mbarrier.wait(K_full.index(K_stage), K_phase)
+            k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
                 q,
                 k.permute((1, 0)),
@@ -504,24 +504,24 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            barrier_arrive_early(7 + k_stage, THREADS)
-            k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+            _barrier_arrive_early(7 + K_stage, THREADS)
+            K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
             s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-            m_new = gl.maximum(m, row_max(s))
+            m_new = gl.maximum(m, _row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
-            weights = pack(p, dtype)
-            p_sum = partial_sums(p, PARTIALS_LAYOUT)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-            l = p_sum + l * soft_alpha_partials[:, None]
-            soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-            acc = acc * soft_alpha_acc[:, None]
+            weights = _pack(p, dtype)
+            p_sum = _partial_sums(p, _PARTIALS_LAYOUT)
+            soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+            l = p_sum + l * soft_alpha_PARTIALS[:, None]
+            soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+            acc = acc * soft_alpha_ACC[:, None]
             m = m_new
             # partial tiles, then full tiles
             for at in range(1, partial_tiles + full_tiles):
-                mbarrier.wait(k_full.index(k_stage), k_phase)
-                k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
+                mbarrier.wait(K_full.index(K_stage), K_phase)
+                k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
                 s_flight = warpgroup_mma(
                     q,
                     k.permute((1, 0)),
@@ -529,71 +529,71 @@ def fwd_consumer(
                     use_acc=False,
                     is_async=True,
                 )
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-                weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+                mbarrier.wait(V_full.index(V_stage), V_phase)
+                v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+                weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
                 acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s_flight])
-                barrier_arrive_early(7 + k_stage, THREADS)
-                k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+                _barrier_arrive_early(7 + K_stage, THREADS)
+                K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
                 if at < partial_tiles:
                     kv_tile = kv_full_end + at
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
                     s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-                m_new = gl.maximum(m, row_max(s))
+                m_new = gl.maximum(m, _row_max(s))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
                 soft_base = m_seen * qk_scale
                 alpha = gl.exp2((m - m_seen) * qk_scale)
-                soft_halves_left, soft_halves_right = split_halves(s)
-                soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-                p_sum_left = partial_sums(soft_left, PARTIALS_LAYOUT)
-                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-                l_next_left = p_sum_left + l * soft_alpha_partials[:, None]
-                l_next_left = pin_before_wait(l_next_left, 4)
+                soft_halves_left, soft_halves_right = _split_halves(s)
+                soft_left = gl.exp2(soft_halves_left * qk_scale - _rows_of(soft_base, soft_halves_left))
+                p_sum_left = _partial_sums(soft_left, _PARTIALS_LAYOUT)
+                soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+                l_next_left = p_sum_left + l * soft_alpha_PARTIALS[:, None]
+                l_next_left = _pin_before_wait(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-                barrier_arrive_early(7 + STAGES + v_stage, THREADS)
-                v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-                soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-                acc = acc_next * soft_alpha_acc[:, None]
-                soft_base_deferred = pin_after_wait(soft_base)
-                soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-                p_sum_right = partial_sums(soft_right, PARTIALS_LAYOUT)
+                _barrier_arrive_early(7 + STAGES + V_stage, THREADS)
+                V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+                soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+                acc = acc_next * soft_alpha_ACC[:, None]
+                soft_base_deferred = _pin_after_wait(soft_base)
+                soft_right = gl.exp2(soft_halves_right * qk_scale - _rows_of(soft_base_deferred, soft_halves_right))
+                p_sum_right = _partial_sums(soft_right, _PARTIALS_LAYOUT)
                 l = l_next_left + p_sum_right
-                soft_concat = concat_halves(soft_left, soft_right, SCORES)
-                weights = pack(soft_concat, dtype)
+                soft_all = _concat_halves(soft_left, soft_right, SCORES)
+                weights = _pack(soft_all, dtype)
                 m = m_new
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            mbarrier.wait(V_full.index(V_stage), V_phase)
+            v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+            weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
             acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            barrier_arrive_early(7 + STAGES + v_stage, THREADS)
-            v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-        barrier_arrive(5 + work_stage, THREADS)
+            _barrier_arrive_early(7 + STAGES + V_stage, THREADS)
+            V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+        _barrier_arrive(5 + Work_stage, THREADS)
         # the tile's coordinates, read again: no registers held them
-        q_start = read_index(work_smem.index(5 * work_stage))
-        h = read_index(work_smem.index(5 * work_stage + 1))
-        b = read_index(work_smem.index(5 * work_stage + 2))
-        q_start = q_start + WARP_GROUP * ROWS
+        q_start = _read_index(Work_smem.index(5 * Work_stage))
+        h = _read_index(Work_smem.index(5 * Work_stage + 1))
+        b = _read_index(Work_smem.index(5 * Work_stage + 2))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
-        keys_l = row_vector(gl.sum(l, 1), SCORES)
+        keys_l = _row_vector(gl.sum(l, 1), SCORES)
         inv_l = gl.where(keys_l > 0, 1.0 / keys_l, 0)
-        inv_l_acc = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
-        o = (acc * inv_l_acc[:, None]).to(dtype)
+        inv_l_ACC = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
+        o = (acc * inv_l_ACC[:, None]).to(dtype)
         tma.store_wait(0)  # the previous tile's outputs have left the stage
-        o_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(o)
+        O_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(o)
         fence_async_shared()
-        tma_store(O, [b, h, q_start, 0], o_smem.index(WARP_GROUP))
+        _tma_store(O, [b, h, q_start, 0], O_smem.index(_WARP_GROUP))
         lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        barrier_arrive(7 + STAGES + STAGES + work_stage, THREADS)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        q_start = read_index(work_smem.index(5 * work_stage))
-    barrier_arrive(7 + STAGES + STAGES + work_stage, THREADS)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        q_start = _read_index(Work_smem.index(5 * Work_stage))
+    _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     tma.store_wait(0)
 
 
@@ -609,23 +609,23 @@ def fwd(
     STAGES: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, for one query tile of a head.
-    q_smem = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_smem = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    o_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
-    for stage in gl.static_range(2 * 2):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_full.index(stage), count=1)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
+    K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    Work_smem = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    O_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
+    for at in gl.static_range(2 * 2):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -633,24 +633,24 @@ def fwd(
             (
                 fwd_consumer,
                 (
-                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_smem, q_full, k_smem,
-                    k_full, v_smem, v_full, work_smem, work_full, o_smem, BLOCK_KV, STAGES, THREADS,
-                    0,
+                    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, Q_smem, Q_full,
+                    K_smem, K_full, V_smem, V_full, Work_smem, Work_full, O_smem, BLOCK_KV, STAGES,
+                    THREADS, 0,
                 ),
             ),
             (
                 fwd_consumer,
                 (
-                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_smem, q_full, k_smem,
-                    k_full, v_smem, v_full, work_smem, work_full, o_smem, BLOCK_KV, STAGES, THREADS,
-                    1,
+                    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, Q_smem, Q_full,
+                    K_smem, K_full, V_smem, V_full, Work_smem, Work_full, O_smem, BLOCK_KV, STAGES,
+                    THREADS, 1,
                 ),
             ),
             (
                 fwd_producer,
                 (
-                    Q, K, V, Hq, group, Nq, Nk, q_smem, q_full, k_smem, k_full, v_smem, v_full,
-                    work_smem, work_full, COUNTER, TILES, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    Q, K, V, Hq, group, Nq, Nk, Q_smem, Q_full, K_smem, K_full, V_smem, V_full,
+                    Work_smem, Work_full, COUNTER, TILES, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
         ],
@@ -662,112 +662,113 @@ def fwd(
 @gluon.jit
 def bwd_producer(
     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-    stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv, b, reversed_group, k_smem,
-    k_full, v_smem, v_full, q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem,
+    stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv, b, reversed_L2_group, K_smem,
+    K_full, V_smem, V_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_stage, q_loads = 0, 0
-    do_stage, do_loads = 0, 0
-    mbarrier.expect(k_full.index(0), BLOCK_KV * D_QK * 2)
-    tma_load(K, [b, hkv, kv_start, 0], k_full.index(0), k_smem.index(0))
+    Q_stage, Q_loads = 0, 0
+    dO_stage, dO_loads = 0, 0
+    mbarrier.expect(K_full.index(0), BLOCK_KV * D_QK * 2)
+    _tma_load(K, [b, hkv, kv_start, 0], K_full.index(0), K_smem.index(0))
     for copy in gl.static_range(2):
-        mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
-        tma_load(V, [b, hkv, kv_start + copy * 64, 0], v_full.index(copy), v_smem.index(copy))
+        mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
+        _tma_load(V, [b, hkv, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
     # the program's query heads, one after another
     for g in range(g_first, g_end):
         # tiles in order; in the last heads in reversed order
         for at in range(q_first, q_end):
-            q_tile = gl.where(reversed_group > 0, q_first + q_end - 1 - at, at)
+            q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
-            if q_loads >= STAGES:
-                barrier_sync(5 + q_stage, THREADS)  # the stage is free
-            load_row_vector(
+            if Q_loads >= STAGES:
+                _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
+            _load_row_vector(
                 LSE2
                 + gl.cast(b, gl.int64) * stride_lse2_b
                 + gl.cast(g + hkv * group, gl.int64) * stride_lse2_h
                 + q_start,
                 Nq - q_start,
-                lse2_smem.index(q_stage),
-                q_full.index(q_stage),
+                LSE2_smem.index(Q_stage),
+                Q_full.index(Q_stage),
             )
-            load_row_vector(
+            _load_row_vector(
                 DELTA
                 + gl.cast(b, gl.int64) * stride_delta_b
                 + gl.cast(g + hkv * group, gl.int64) * stride_delta_h
                 + q_start,
                 Nq - q_start,
-                delta_smem.index(q_stage),
-                q_full.index(q_stage),
+                DELTA_smem.index(Q_stage),
+                Q_full.index(Q_stage),
             )
-            mbarrier.expect(q_full.index(q_stage), BLOCK_Q * D_QK * 2)
-            tma_load(
+            mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+            _tma_load(
                 Q,
                 [b, g + hkv * group, q_start, 0],
-                q_full.index(q_stage),
-                q_smem.index(q_stage),
+                Q_full.index(Q_stage),
+                Q_smem.index(Q_stage),
             )
-            q_stage, q_loads = gl.where(q_stage + 1 == STAGES, 0, q_stage + 1), q_loads + 1
-            if do_loads >= STAGES:
-                barrier_sync(5 + STAGES + do_stage, THREADS)  # the stage is free
-            mbarrier.expect(do_full.index(do_stage), BLOCK_Q * D_V * 2)
-            tma_load(
+            Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
+            if dO_loads >= STAGES:
+                _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
+            mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+            _tma_load(
                 dO,
                 [b, g + hkv * group, q_start, 0],
-                do_full.index(do_stage),
-                do_smem.index(do_stage),
+                dO_full.index(dO_stage),
+                dO_smem.index(dO_stage),
             )
-            do_stage, do_loads = gl.where(do_stage + 1 == STAGES, 0, do_stage + 1), do_loads + 1
-    for _ in range(gl.minimum(q_loads, STAGES)):
-        q_stage = gl.where(q_stage == 0, STAGES - 1, q_stage - 1)
-        barrier_sync(5 + q_stage, THREADS)
-    for _ in range(gl.minimum(do_loads, STAGES)):
-        do_stage = gl.where(do_stage == 0, STAGES - 1, do_stage - 1)
-        barrier_sync(5 + STAGES + do_stage, THREADS)
+            dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
+    for _ in range(gl.minimum(Q_loads, STAGES)):
+        Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
+        _barrier_sync(5 + Q_stage, THREADS)
+    for _ in range(gl.minimum(dO_loads, STAGES)):
+        dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
+        _barrier_sync(5 + STAGES + dO_stage, THREADS)
 
 
 @gluon.jit
 def bwd_consumer(
-    dK, dV, scale, split_pairs, Nq, Nk, g_first, g_end, q_end, q_first, q_full_first, q_full_end,
-    DKDV_SEMAPHORE_pair, kv_start, split, hkv, b, reversed_group, k_smem, k_full, v_smem, v_full,
-    q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem, ds_smem, dq_smem, dq_full, dq_empty,
+    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, split_pairs, Nq, Nk, g_first, g_end, q_end, q_first,
+    q_full_first, q_full_end, dKdV_SEMAPHORE_pair, kv_start, split, hkv, b, reversed_L2_group,
+    K_smem, K_full, V_smem, V_full, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem,
+    dS_smem, dQ_smem, dQ_full, dQ_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_Q)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_Q)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTS: gl.constexpr = layout_of(64)
+    PARTS: gl.constexpr = _layout_of(64)
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dK.dtype
-    q_stage, q_phase = 0, 0
-    dq_stage, dq_phase = 0, 1
-    kv_start = kv_start + WARP_GROUP * ROWS
+    Q_stage, Q_phase = 0, 0
+    dQ_stage, dQ_phase = 0, 1
+    kv_start = kv_start + _WARP_GROUP * ROWS
     kv_idx = kv_start + kv_off
-    if WARP_GROUP == 1:
-        barrier_arrive(14, 256)  # the first instance starts
+    if _WARP_GROUP == 1:
+        _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
-    mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(v_full.index(WARP_GROUP), 0)
+    mbarrier.wait(K_full.index(0), 0)
+    mbarrier.wait(V_full.index(_WARP_GROUP), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, ACC)
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
     # the program's query heads, one after another
     for _ in range(g_first, g_end):
         # tiles in order: those before and after the full ones are partial; in the last heads in reversed order
         for at in range(q_first, q_end):
-            q_tile = gl.where(reversed_group > 0, q_first + q_end - 1 - at, at)
-            k_all_remat = k_smem.index(opaque_zero()).reshape([BLOCK_KV, D_QK])
-            k = k_all_remat.slice(WARP_GROUP * ROWS, ROWS, 0)
-            v_remat = v_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_V])
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            q = q_smem.index(q_stage).reshape([BLOCK_Q, D_QK])
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+            q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
+            k_all_ADDR = K_smem.index(_opaque_zero()).reshape([BLOCK_KV, D_QK])
+            k = k_all_ADDR.slice(_WARP_GROUP * ROWS, ROWS, 0)
+            v_ADDR = V_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_V])
+            mbarrier.wait(Q_full.index(Q_stage), Q_phase)
+            q = Q_smem.index(Q_stage).reshape([BLOCK_Q, D_QK])
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             s_flight = warpgroup_mma(
                 k,
                 q.permute((1, 0)),
@@ -775,16 +776,16 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(do_full.index(q_stage), q_phase)
-            do = do_smem.index(q_stage).reshape([BLOCK_Q, D_V])
+            mbarrier.wait(dO_full.index(Q_stage), Q_phase)
+            do = dO_smem.index(Q_stage).reshape([BLOCK_Q, D_V])
             dp_flight = warpgroup_mma(
-                v_remat,
+                v_ADDR,
                 do.permute((1, 0)),
                 gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
                 use_acc=False,
                 is_async=True,
             )
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
             if (q_tile < q_full_first) | (q_tile >= q_full_end):
                 q_start = q_tile * BLOCK_Q
@@ -794,145 +795,145 @@ def bwd_consumer(
                     s,
                     float("-inf"),
                 )
-            lse2 = lse2_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])
-            p_cast = pack(p, dtype)
+            p_cast = _pack(p, dtype)
             dp = warpgroup_mma_wait(0, deps=[dp_flight])
-            delta = delta_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            delta = DELTA_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             ds = p * (dp - delta[None, :])
-            ds_cast = pack(ds, dtype)
-            ds_smem.index(q_stage).slice(WARP_GROUP * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+            ds_cast = _pack(ds, dtype)
+            dS_smem.index(Q_stage).slice(_WARP_GROUP * ROWS, ROWS, 0).store(_unpack(ds_cast, dtype))
             fence_async_shared()
-            barrier_arrive(5 + STAGES + STAGES + 2 * q_stage + WARP_GROUP, 256)  # this instance's part is written
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+            _barrier_arrive(5 + STAGES + STAGES + 2 * Q_stage + _WARP_GROUP, 256)  # this instance's part is written
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
+            p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
             dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
-            ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+            ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
             dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
             # the other instance's part is written
-            barrier_sync(5 + STAGES + STAGES + 2 * q_stage + 1 - WARP_GROUP, 256)
-            ds_all = ds_smem.index(q_stage)
+            _barrier_sync(5 + STAGES + STAGES + 2 * Q_stage + 1 - _WARP_GROUP, 256)
+            ds_all = dS_smem.index(Q_stage)
             dq_flight = warpgroup_mma(
                 ds_all.permute((1, 0)),
-                k_all_remat.slice(WARP_GROUP * 64, 64, 1),
+                k_all_ADDR.slice(_WARP_GROUP * 64, 64, 1),
                 gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
                 use_acc=False,
                 is_async=True,
             )
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
-            barrier_arrive_early(5 + STAGES + q_stage, THREADS)
+            _barrier_arrive_early(5 + STAGES + Q_stage, THREADS)
             dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
-            barrier_arrive_early(5 + q_stage, THREADS)
-            q_stage, q_phase = next_stage(q_stage, q_phase, STAGES)
+            _barrier_arrive_early(5 + Q_stage, THREADS)
+            Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
             dq = warpgroup_mma_wait(0, deps=[dq_flight])
-            mbarrier.wait(dq_empty.index(dq_stage), dq_phase)  # the stage is free
-            store_acc(dq_smem.index(WARP_GROUP + 2 * dq_stage).reshape([BLOCK_Q, 64]), dq, PARTS)
+            mbarrier.wait(dQ_empty.index(dQ_stage), dQ_phase)  # the stage is free
+            _store_acc(dQ_smem.index(_WARP_GROUP + 2 * dQ_stage).reshape([BLOCK_Q, 64]), dq, PARTS)
             fence_async_shared()
-            mbarrier.arrive(dq_full.index(dq_stage), count=1)
-            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)
+            mbarrier.arrive(dQ_full.index(dQ_stage), count=1)
+            dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)
     dk_out = (dk * scale).to(dtype)
     if kv_start < Nk:
-        semaphore_acquire(DKDV_SEMAPHORE_pair + kv_start, 0, 4 * (split % 2))
-    v_smem.index(WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
+        _semaphore_acquire(dKdV_SEMAPHORE_pair + kv_start, 0, 4 * (split % 2))
+    V_smem.index(_WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
     fence_async_shared()
     if split % 2 == 0:
-        tma_store(
+        _tma_store(
             dK,
             [b, hkv * split_pairs + split // 2, kv_start, 0],
-            v_smem.index(WARP_GROUP),
+            V_smem.index(_WARP_GROUP),
         )
     else:
-        tma_reduce_add(
+        _tma_reduce_add(
             dK,
             [b, hkv * split_pairs + split // 2, kv_start, 0],
-            v_smem.index(WARP_GROUP),
+            V_smem.index(_WARP_GROUP),
         )
     dv_out = dv.to(dtype)
     tma.store_wait(0)  # the previous output has left the stage
-    v_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
+    V_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
     fence_async_shared()
     if split % 2 == 0:
-        tma_store(
+        _tma_store(
             dV,
             [b, hkv * split_pairs + split // 2, kv_start, 0],
-            v_smem.index(WARP_GROUP),
+            V_smem.index(_WARP_GROUP),
         )
     else:
-        tma_reduce_add(
+        _tma_reduce_add(
             dV,
             [b, hkv * split_pairs + split // 2, kv_start, 0],
-            v_smem.index(WARP_GROUP),
+            V_smem.index(_WARP_GROUP),
         )
-    if WARP_GROUP == 0:
-        barrier_sync(14, 256)  # matches the last arrive
+    if _WARP_GROUP == 0:
+        _barrier_sync(14, 256)  # matches the last arrive
     tma.store_wait(0)
     if kv_start < Nk:
-        semaphore_release(DKDV_SEMAPHORE_pair + kv_start)
+        _semaphore_release(dKdV_SEMAPHORE_pair + kv_start)
 
 
 @gluon.jit
-def bwd_writer(
-    DQ_SEMAPHORE, DQ_ACC, group, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h, g_first,
-    g_end, q_end, q_first, kv_start, hkv, b, reversed_group, dq_smem, dq_full, dq_empty,
+def bwd_dq_reducer(
+    dQ_SEMAPHORE, DQ_ACC, group, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h, g_first,
+    g_end, q_end, q_first, kv_start, hkv, b, reversed_L2_group, dQ_smem, dQ_full, dQ_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    dq_stage, dq_phase = 0, 0
+    dQ_stage, dQ_phase = 0, 0
     # the program's query heads, one after another
     for g in range(g_first, g_end):
         # tiles in order; in the last heads in reversed order
         for at in range(q_first, q_end):
-            q_tile = gl.where(reversed_group > 0, q_first + q_end - 1 - at, at)
+            q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
-            if dq_stage == WARP_GROUP:  # else the other writer adds the tile
-                order = gl.where(
-                    reversed_group > 0,
+            if dQ_stage == _WARP_GROUP:  # else the other dQ reduction warp adds the tile
+                _order = gl.where(
+                    reversed_L2_group > 0,
                     kv_start // BLOCK_KV,
                     gl.minimum(
                         1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
                         gl.cdiv(Nk, BLOCK_KV),
                     ) - 1 - kv_start // BLOCK_KV,
                 )
-                semaphore_acquire(
-                    DQ_SEMAPHORE + gl.cast(b, gl.int64) * stride_dq_semaphore_b + gl.cast(
+                _semaphore_acquire(
+                    dQ_SEMAPHORE + gl.cast(b, gl.int64) * stride_dq_semaphore_b + gl.cast(
                         g + hkv * group,
                         gl.int64,
                     ) * stride_dq_semaphore_h + q_start,
                     0,
-                    order,
+                    _order,
                 )
-                mbarrier.wait(dq_full.index(dq_stage), dq_phase)
+                mbarrier.wait(dQ_full.index(dQ_stage), dQ_phase)
                 for piece in gl.static_range(2):
-                    if order == 0:
-                        tma_store(
+                    if _order == 0:
+                        _tma_store(
                             DQ_ACC,
                             [b, g + hkv * group, q_start, piece * 64],
-                            dq_smem.index(2 * dq_stage + piece),
+                            dQ_smem.index(2 * dQ_stage + piece),
                         )
                     else:
-                        tma_reduce_add(
+                        _tma_reduce_add(
                             DQ_ACC,
                             [b, g + hkv * group, q_start, piece * 64],
-                            dq_smem.index(2 * dq_stage + piece),
+                            dQ_smem.index(2 * dQ_stage + piece),
                         )
-                store_wait_read()
-                mbarrier.arrive(dq_empty.index(dq_stage), count=1)
-                semaphore_release(
-                    DQ_SEMAPHORE + gl.cast(b, gl.int64) * stride_dq_semaphore_b + gl.cast(
+                _store_wait_read()
+                mbarrier.arrive(dQ_empty.index(dQ_stage), count=1)
+                _semaphore_release(
+                    dQ_SEMAPHORE + gl.cast(b, gl.int64) * stride_dq_semaphore_b + gl.cast(
                         g + hkv * group,
                         gl.int64,
                     ) * stride_dq_semaphore_h + q_start,
                 )
-            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)
+            dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)
 
 
 @gluon.jit(do_not_specialize=["Nq", "Nk"])
 def bwd(
-    Q, K, V, dO, LSE2, DELTA, DQ_SEMAPHORE, DKDV_SEMAPHORE, DQ_ACC, dK, dV, scale, Hkv, group,
+    Q, K, V, dO, LSE2, DELTA, dQ_SEMAPHORE, dKdV_SEMAPHORE, DQ_ACC, dK, dV, scale, Hkv, group,
     splits, split_pairs, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h,
     stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b, stride_do_h, stride_do_n,
     stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h, stride_dq_semaphore_b,
@@ -946,61 +947,61 @@ def bwd(
     # Fused backward: one program per key tile, over query tiles; it adds to the dQ of each.
     pid = gl.program_id(0)
     kv_tiles = gl.cdiv(Nk, BLOCK_KV)
-    swizzle_heads = gl.maximum(1, gl.minimum(4, 16384 // Nk))
-    first_head = pid // (swizzle_heads * kv_tiles) * swizzle_heads
-    heads_in_group = gl.minimum(swizzle_heads, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    reversed_group = gl.where(first_head + swizzle_heads >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads
+    _swizzle_heads = gl.maximum(1, gl.minimum(4, 16384 // Nk))
+    first_head = pid // (_swizzle_heads * kv_tiles) * _swizzle_heads
+    _heads_in_group = gl.minimum(_swizzle_heads, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    reversed_L2_group = gl.where(first_head + _swizzle_heads >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads
     kv_start = gl.where(
-        reversed_group > 0,
-        in_group // heads_in_group,
-        kv_tiles - 1 - in_group // heads_in_group,
+        reversed_L2_group > 0,
+        _in_group // _heads_in_group,
+        kv_tiles - 1 - _in_group // _heads_in_group,
     ) * BLOCK_KV
-    split = flat_head % splits
-    hkv = flat_head // splits % Hkv
-    b = flat_head // splits // Hkv
+    split = _flat_head % splits
+    hkv = _flat_head // splits % Hkv
+    b = _flat_head // splits // Hkv
     g_first = split * group // splits
     g_end = (group + split * group) // splits
     q_end = gl.cdiv(Nq, BLOCK_Q)
     q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
     q_full_first = gl.minimum(q_end, gl.cdiv(gl.maximum(0, Nq + kv_start + BLOCK_KV - 1 - Nk), BLOCK_Q))
     q_full_end = gl.maximum(q_full_first, gl.where(kv_start + BLOCK_KV <= Nk, Nq // BLOCK_Q, 0))
-    DKDV_SEMAPHORE_pair = (
-        DKDV_SEMAPHORE
+    dKdV_SEMAPHORE_pair = (
+        dKdV_SEMAPHORE
         + gl.cast(b, gl.int64) * stride_dkdv_semaphore_b
         + gl.cast(hkv, gl.int64) * stride_dkdv_semaphore_h
         + gl.cast(split // 2, gl.int64) * stride_dkdv_semaphore_s
     )
-    k_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lse2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ds_smem = gl.allocate_shared_memory(
+    K_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dO_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
+    dO_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    LSE2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    DELTA_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dS_smem = gl.allocate_shared_memory(
         dK.dtype,
         [STAGES, BLOCK_KV, BLOCK_Q],
-        shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
+        _shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
     )
-    dq_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 64], DQ_ACC.layout)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(1):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(do_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(dq_full.index(stage), count=2)
-        mbarrier.init(dq_empty.index(stage), count=1)
+    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 64], DQ_ACC.layout)
+    dQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dQ_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(1):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(dO_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(dQ_full.index(at), count=2)
+        mbarrier.init(dQ_empty.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -1008,21 +1009,21 @@ def bwd(
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, split_pairs, Nq, Nk, g_first, g_end, q_end, q_first,
-                    q_full_first, q_full_end, DKDV_SEMAPHORE_pair, kv_start, split, hkv, b,
-                    reversed_group, k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem,
-                    do_full, lse2_smem, delta_smem, ds_smem, dq_smem, dq_full, dq_empty, BLOCK_Q,
-                    BLOCK_KV, STAGES, THREADS, 0,
+                    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, split_pairs, Nq, Nk, g_first, g_end,
+                    q_end, q_first, q_full_first, q_full_end, dKdV_SEMAPHORE_pair, kv_start, split,
+                    hkv, b, reversed_L2_group, K_smem, K_full, V_smem, V_full, Q_smem, Q_full,
+                    dO_smem, dO_full, LSE2_smem, DELTA_smem, dS_smem, dQ_smem, dQ_full, dQ_empty,
+                    BLOCK_Q, BLOCK_KV, STAGES, THREADS, 0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, split_pairs, Nq, Nk, g_first, g_end, q_end, q_first,
-                    q_full_first, q_full_end, DKDV_SEMAPHORE_pair, kv_start, split, hkv, b,
-                    reversed_group, k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem,
-                    do_full, lse2_smem, delta_smem, ds_smem, dq_smem, dq_full, dq_empty, BLOCK_Q,
-                    BLOCK_KV, STAGES, THREADS, 1,
+                    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, split_pairs, Nq, Nk, g_first, g_end,
+                    q_end, q_first, q_full_first, q_full_end, dKdV_SEMAPHORE_pair, kv_start, split,
+                    hkv, b, reversed_L2_group, K_smem, K_full, V_smem, V_full, Q_smem, Q_full,
+                    dO_smem, dO_full, LSE2_smem, DELTA_smem, dS_smem, dQ_smem, dQ_full, dQ_empty,
+                    BLOCK_Q, BLOCK_KV, STAGES, THREADS, 1,
                 ),
             ),
             (
@@ -1030,26 +1031,26 @@ def bwd(
                 (
                     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h,
                     stride_delta_b, stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv,
-                    b, reversed_group, k_smem, k_full, v_smem, v_full, q_smem, q_full, do_smem,
-                    do_full, lse2_smem, delta_smem, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    b, reversed_L2_group, K_smem, K_full, V_smem, V_full, Q_smem, Q_full, dO_smem,
+                    dO_full, LSE2_smem, DELTA_smem, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
             (
-                bwd_writer,
+                bwd_dq_reducer,
                 (
-                    DQ_SEMAPHORE, DQ_ACC, group, Nq, Nk, stride_dq_semaphore_b,
+                    dQ_SEMAPHORE, DQ_ACC, group, Nq, Nk, stride_dq_semaphore_b,
                     stride_dq_semaphore_h, g_first, g_end, q_end, q_first, kv_start, hkv, b,
-                    reversed_group, dq_smem, dq_full, dq_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
-                    0,
+                    reversed_L2_group, dQ_smem, dQ_full, dQ_empty, BLOCK_Q, BLOCK_KV, STAGES,
+                    THREADS, 0,
                 ),
             ),
             (
-                bwd_writer,
+                bwd_dq_reducer,
                 (
-                    DQ_SEMAPHORE, DQ_ACC, group, Nq, Nk, stride_dq_semaphore_b,
+                    dQ_SEMAPHORE, DQ_ACC, group, Nq, Nk, stride_dq_semaphore_b,
                     stride_dq_semaphore_h, g_first, g_end, q_end, q_first, kv_start, hkv, b,
-                    reversed_group, dq_smem, dq_full, dq_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
-                    1,
+                    reversed_L2_group, dQ_smem, dQ_full, dQ_empty, BLOCK_Q, BLOCK_KV, STAGES,
+                    THREADS, 1,
                 ),
             ),
         ],
@@ -1060,102 +1061,103 @@ def bwd(
 
 @gluon.jit
 def jvp_producer(
-    Q, K, V, tQ, tK, tV, group, kv_end, kv_full_end, q_start, h, b, q_smem, q_full, tq_smem,
-    tq_full, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full,
+    Q, K, V, tQ, tK, tV, group, kv_end, kv_full_end, q_start, h, b, Q_smem, Q_full, tQ_smem,
+    tQ_full, K_smem, K_full, tK_smem, tK_full, tV_smem, tV_full, V_smem, V_full,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    k_stage, k_loads = 0, 0
-    tk_stage, tk_loads = 0, 0
-    tv_stage, tv_loads = 0, 0
-    v_stage, v_loads = 0, 0
+    K_stage, K_loads = 0, 0
+    tK_stage, tK_loads = 0, 0
+    tV_stage, tV_loads = 0, 0
+    V_stage, V_loads = 0, 0
     for copy in gl.static_range(2):
-        mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
-        tma_load(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_smem.index(copy))
+        mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
+        _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
     for copy in gl.static_range(2):
-        mbarrier.expect(tq_full.index(copy), ROWS * D_QK * 2)
-        tma_load(tQ, [b, h, q_start + copy * 64, 0], tq_full.index(copy), tq_smem.index(copy))
+        mbarrier.expect(tQ_full.index(copy), ROWS * D_QK * 2)
+        _tma_load(tQ, [b, h, q_start + copy * 64, 0], tQ_full.index(copy), tQ_smem.index(copy))
     partial_tiles = kv_end - kv_full_end
     full_tiles = kv_full_end
     # partial tiles, then full tiles
     for at in range(partial_tiles + full_tiles):
         kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)
         kv_start = kv_tile * BLOCK_KV
-        if k_loads >= STAGES:
-            barrier_sync(5 + k_stage, THREADS)  # the stage is free
-        mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-        tma_load(K, [b, h // group, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-        k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-        if tk_loads >= STAGES:
-            barrier_sync(5 + STAGES + tk_stage, THREADS)  # the stage is free
-        mbarrier.expect(tk_full.index(tk_stage), BLOCK_KV * D_QK * 2)
-        tma_load(
+        if K_loads >= STAGES:
+            _barrier_sync(5 + K_stage, THREADS)  # the stage is free
+        mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+        _tma_load(K, [b, h // group, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+        K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+        if tK_loads >= STAGES:
+            _barrier_sync(5 + STAGES + tK_stage, THREADS)  # the stage is free
+        mbarrier.expect(tK_full.index(tK_stage), BLOCK_KV * D_QK * 2)
+        _tma_load(
             tK,
             [b, h // group, kv_start, 0],
-            tk_full.index(tk_stage),
-            tk_smem.index(tk_stage),
+            tK_full.index(tK_stage),
+            tK_smem.index(tK_stage),
         )
-        tk_stage, tk_loads = gl.where(tk_stage + 1 == STAGES, 0, tk_stage + 1), tk_loads + 1
-        if tv_loads >= STAGES:
-            barrier_sync(5 + STAGES + STAGES + tv_stage, THREADS)  # the stage is free
-        mbarrier.expect(tv_full.index(tv_stage), BLOCK_KV * D_V * 2)
-        tma_load(
+        tK_stage, tK_loads = gl.where(tK_stage + 1 == STAGES, 0, tK_stage + 1), tK_loads + 1
+        if tV_loads >= STAGES:
+            _barrier_sync(5 + STAGES + STAGES + tV_stage, THREADS)  # the stage is free
+        mbarrier.expect(tV_full.index(tV_stage), BLOCK_KV * D_V * 2)
+        _tma_load(
             tV,
             [b, h // group, kv_start, 0],
-            tv_full.index(tv_stage),
-            tv_smem.index(tv_stage),
+            tV_full.index(tV_stage),
+            tV_smem.index(tV_stage),
         )
-        tv_stage, tv_loads = gl.where(tv_stage + 1 == STAGES, 0, tv_stage + 1), tv_loads + 1
-        if v_loads >= STAGES:
-            barrier_sync(5 + STAGES + STAGES + STAGES + v_stage, THREADS)  # the stage is free
-        mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-        tma_load(V, [b, h // group, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-        v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-    for _ in range(gl.minimum(k_loads, STAGES)):
-        k_stage = gl.where(k_stage == 0, STAGES - 1, k_stage - 1)
-        barrier_sync(5 + k_stage, THREADS)
-    for _ in range(gl.minimum(tk_loads, STAGES)):
-        tk_stage = gl.where(tk_stage == 0, STAGES - 1, tk_stage - 1)
-        barrier_sync(5 + STAGES + tk_stage, THREADS)
-    for _ in range(gl.minimum(tv_loads, STAGES)):
-        tv_stage = gl.where(tv_stage == 0, STAGES - 1, tv_stage - 1)
-        barrier_sync(5 + STAGES + STAGES + tv_stage, THREADS)
-    for _ in range(gl.minimum(v_loads, STAGES)):
-        v_stage = gl.where(v_stage == 0, STAGES - 1, v_stage - 1)
-        barrier_sync(5 + STAGES + STAGES + STAGES + v_stage, THREADS)
+        tV_stage, tV_loads = gl.where(tV_stage + 1 == STAGES, 0, tV_stage + 1), tV_loads + 1
+        if V_loads >= STAGES:
+            _barrier_sync(5 + STAGES + STAGES + STAGES + V_stage, THREADS)  # the stage is free
+        mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+        _tma_load(V, [b, h // group, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+        V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+    for _ in range(gl.minimum(K_loads, STAGES)):
+        K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
+        _barrier_sync(5 + K_stage, THREADS)
+    for _ in range(gl.minimum(tK_loads, STAGES)):
+        tK_stage = gl.where(tK_stage == 0, STAGES - 1, tK_stage - 1)
+        _barrier_sync(5 + STAGES + tK_stage, THREADS)
+    for _ in range(gl.minimum(tV_loads, STAGES)):
+        tV_stage = gl.where(tV_stage == 0, STAGES - 1, tV_stage - 1)
+        _barrier_sync(5 + STAGES + STAGES + tV_stage, THREADS)
+    for _ in range(gl.minimum(V_loads, STAGES)):
+        V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
+        _barrier_sync(5 + STAGES + STAGES + STAGES + V_stage, THREADS)
 
 
 @gluon.jit
 def jvp_consumer(
-    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
-    stride_tlse_b, stride_tlse_h, kv_end, kv_full_end, q_start, h, b, q_smem, q_full, tq_smem,
-    tq_full, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full,
+    Q, K, V, O, LSE, tQ, tK, tV, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
+    stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end, q_start, h, b,
+    Q_smem, Q_full, tQ_smem, tQ_full, K_smem, K_full, tK_smem, tK_full, tV_smem, tV_full, V_smem,
+    V_full,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
+    _PARTIALS_LAYOUT: gl.constexpr = _partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, ACC))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = tO.dtype
-    v_stage, v_phase = 0, 0
-    q_start = q_start + WARP_GROUP * ROWS
+    V_stage, V_phase = 0, 0
+    q_start = q_start + _WARP_GROUP * ROWS
     q_idx = q_start + q_off
     qk_scale = LOG2E * scale
     LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
     lse = gl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
-    mbarrier.wait(q_full.index(WARP_GROUP), 0)
-    mbarrier.wait(tq_full.index(WARP_GROUP), 0)
+    mbarrier.wait(Q_full.index(_WARP_GROUP), 0)
+    mbarrier.wait(tQ_full.index(_WARP_GROUP), 0)
     lse2 = gl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
     acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
-    tlse = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
+    tlse = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
     partial_tiles = kv_end - kv_full_end
     full_tiles = kv_full_end
     own_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + ROWS) - Nq)), BLOCK_KV)
@@ -1164,38 +1166,38 @@ def jvp_consumer(
     masked_tiles = kv_end - own_full_end
     # tiles whose keys are all hidden from this warp group's rows
     for _ in range(hidden_tiles):
-        mbarrier.wait(k_full.index(v_stage), v_phase)
-        barrier_arrive(5 + v_stage, THREADS)
-        mbarrier.wait(tk_full.index(v_stage), v_phase)
-        barrier_arrive(5 + STAGES + v_stage, THREADS)
-        mbarrier.wait(tv_full.index(v_stage), v_phase)
-        barrier_arrive(5 + STAGES + STAGES + v_stage, THREADS)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        barrier_arrive(5 + STAGES + STAGES + STAGES + v_stage, THREADS)
-        v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
+        mbarrier.wait(K_full.index(V_stage), V_phase)
+        _barrier_arrive(5 + V_stage, THREADS)
+        mbarrier.wait(tK_full.index(V_stage), V_phase)
+        _barrier_arrive(5 + STAGES + V_stage, THREADS)
+        mbarrier.wait(tV_full.index(V_stage), V_phase)
+        _barrier_arrive(5 + STAGES + STAGES + V_stage, THREADS)
+        mbarrier.wait(V_full.index(V_stage), V_phase)
+        _barrier_arrive(5 + STAGES + STAGES + STAGES + V_stage, THREADS)
+        V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
     # partial tiles, then full tiles
     for at in range(hidden_tiles, partial_tiles + full_tiles):
-        q_remat = q_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_QK])
-        tq_remat = tq_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_QK])
-        mbarrier.wait(k_full.index(v_stage), v_phase)
-        k = k_smem.index(v_stage).reshape([BLOCK_KV, D_QK])
+        q_ADDR = Q_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_QK])
+        tq_ADDR = tQ_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_QK])
+        mbarrier.wait(K_full.index(V_stage), V_phase)
+        k = K_smem.index(V_stage).reshape([BLOCK_KV, D_QK])
         s_flight = warpgroup_mma(
-            q_remat,
+            q_ADDR,
             k.permute((1, 0)),
             gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
             use_acc=False,
             is_async=True,
         )
-        mbarrier.wait(tk_full.index(v_stage), v_phase)
-        tk = tk_smem.index(v_stage).reshape([BLOCK_KV, D_QK])
+        mbarrier.wait(tK_full.index(V_stage), V_phase)
+        tk = tK_smem.index(V_stage).reshape([BLOCK_KV, D_QK])
         ts_part_flight = warpgroup_mma(
-            tq_remat,
+            tq_ADDR,
             k.permute((1, 0)),
             gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
             use_acc=False,
             is_async=True,
         )
-        ts_flight = warpgroup_mma(q_remat, tk.permute((1, 0)), ts_part_flight, is_async=True)
+        ts_flight = warpgroup_mma(q_ADDR, tk.permute((1, 0)), ts_part_flight, is_async=True)
         s = warpgroup_mma_wait(2, deps=[s_flight])
         if at < masked_tiles:
             kv_tile = kv_end - 1 - at
@@ -1203,39 +1205,39 @@ def jvp_consumer(
             kv_idx = kv_start + kv_off
             s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
         p = gl.exp2(s * qk_scale - lse2[:, None])
-        p_cast = pack(p, dtype)
-        mbarrier.wait(tv_full.index(v_stage), v_phase)
-        tv = tv_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-        p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+        p_cast = _pack(p, dtype)
+        mbarrier.wait(tV_full.index(V_stage), V_phase)
+        tv = tV_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+        p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
         acc_part_flight = warpgroup_mma(p_cast_operand, tv, acc, is_async=True)
         ts = warpgroup_mma_wait(1, deps=[ts_flight])
-        barrier_arrive(5 + STAGES + v_stage, THREADS)
-        barrier_arrive_early(5 + v_stage, THREADS)
+        _barrier_arrive(5 + STAGES + V_stage, THREADS)
+        _barrier_arrive_early(5 + V_stage, THREADS)
         tscore = ts * scale
         tp = p * tscore
-        tp_cast = pack(tp, dtype)
-        tp_sum = partial_sums(tp, PARTIALS_LAYOUT)
+        tp_cast = _pack(tp, dtype)
+        tp_sum = _partial_sums(tp, _PARTIALS_LAYOUT)
         tlse = tlse + tp_sum
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-        tp_cast_operand = gl.convert_layout(unpack(tp_cast, dtype), OPERAND)
+        mbarrier.wait(V_full.index(V_stage), V_phase)
+        v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+        tp_cast_operand = gl.convert_layout(_unpack(tp_cast, dtype), OPERAND)
         acc_flight = warpgroup_mma(tp_cast_operand, v, acc_part_flight, is_async=True)
         acc, p_cast_operand, tp_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand, tp_cast_operand])
-        barrier_arrive(5 + STAGES + STAGES + v_stage, THREADS)
-        barrier_arrive(5 + STAGES + STAGES + STAGES + v_stage, THREADS)
-        v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-    keys_tlse = row_vector(gl.sum(tlse, 1), SCORES)
+        _barrier_arrive(5 + STAGES + STAGES + V_stage, THREADS)
+        _barrier_arrive(5 + STAGES + STAGES + STAGES + V_stage, THREADS)
+        V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+    keys_tlse = _row_vector(gl.sum(tlse, 1), SCORES)
     O_head = O + gl.cast(b, gl.int64) * stride_o_b + gl.cast(h, gl.int64) * stride_o_h
     o = gl.load(
         O_head + gl.cast(q_start, gl.int64) * stride_o_n + (q_rows[:, None] * stride_o_n + d_v[None, :]),
         mask=(q_start + q_rows < Nq)[:, None],
         other=0.0,
     )
-    keys_tlse_acc = gl.convert_layout(keys_tlse, gl.SliceLayout(1, ACC))
-    to = (acc - o * keys_tlse_acc[:, None]).to(dtype)
-    q_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(to)
+    keys_tlse_ACC = gl.convert_layout(keys_tlse, gl.SliceLayout(1, ACC))
+    to = (acc - o * keys_tlse_ACC[:, None]).to(dtype)
+    Q_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(to)
     fence_async_shared()
-    tma_store(tO, [b, h, q_start, 0], q_smem.index(WARP_GROUP))
+    _tma_store(tO, [b, h, q_start, 0], Q_smem.index(_WARP_GROUP))
     tLSE_head = tLSE + gl.cast(b, gl.int64) * stride_tlse_b + gl.cast(h, gl.int64) * stride_tlse_h
     gl.store(tLSE_head + q_start + q_off, keys_tlse, mask=q_idx < Nq)
     tma.store_wait(0)
@@ -1256,38 +1258,38 @@ def jvp(
     pid = gl.program_id(0)
     q_tiles = gl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tq_smem = gl.allocate_shared_memory(tQ.dtype, [2, 1, 1, ROWS, D_QK], tQ.layout)
-    tq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tk_smem = gl.allocate_shared_memory(tK.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], tK.layout)
-    tk_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tv_smem = gl.allocate_shared_memory(tV.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], tV.layout)
-    tv_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(2):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(tq_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(tk_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(tv_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tQ_smem = gl.allocate_shared_memory(tQ.dtype, [2, 1, 1, ROWS, D_QK], tQ.layout)
+    tQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tK_smem = gl.allocate_shared_memory(tK.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], tK.layout)
+    tK_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tV_smem = gl.allocate_shared_memory(tV.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], tV.layout)
+    tV_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(2):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(tQ_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(tK_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(tV_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(V_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -1295,27 +1297,29 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
-                    stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end,
-                    q_start, h, b, q_smem, q_full, tq_smem, tq_full, k_smem, k_full, tk_smem,
-                    tk_full, tv_smem, tv_full, v_smem, v_full, BLOCK_KV, STAGES, THREADS, 0,
+                    Q, K, V, O, LSE, tQ, tK, tV, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h,
+                    stride_o_n, stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end,
+                    kv_full_end, q_start, h, b, Q_smem, Q_full, tQ_smem, tQ_full, K_smem, K_full,
+                    tK_smem, tK_full, tV_smem, tV_full, V_smem, V_full, BLOCK_KV, STAGES, THREADS,
+                    0,
                 ),
             ),
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
-                    stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end,
-                    q_start, h, b, q_smem, q_full, tq_smem, tq_full, k_smem, k_full, tk_smem,
-                    tk_full, tv_smem, tv_full, v_smem, v_full, BLOCK_KV, STAGES, THREADS, 1,
+                    Q, K, V, O, LSE, tQ, tK, tV, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h,
+                    stride_o_n, stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end,
+                    kv_full_end, q_start, h, b, Q_smem, Q_full, tQ_smem, tQ_full, K_smem, K_full,
+                    tK_smem, tK_full, tV_smem, tV_full, V_smem, V_full, BLOCK_KV, STAGES, THREADS,
+                    1,
                 ),
             ),
             (
                 jvp_producer,
                 (
-                    Q, K, V, tQ, tK, tV, group, kv_end, kv_full_end, q_start, h, b, q_smem, q_full,
-                    tq_smem, tq_full, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem,
-                    v_full, BLOCK_KV, STAGES, THREADS,
+                    Q, K, V, tQ, tK, tV, group, kv_end, kv_full_end, q_start, h, b, Q_smem, Q_full,
+                    tQ_smem, tQ_full, K_smem, K_full, tK_smem, tK_full, tV_smem, tV_full, V_smem,
+                    V_full, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
         ],

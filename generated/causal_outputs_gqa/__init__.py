@@ -186,7 +186,7 @@ def _backward(grad_out, grad_lse, grad_entropy, q, k, v, out, lse, entropy, scal
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     Nlse = grad_lse.shape[2]
     Nentropy = grad_entropy.shape[2]
     (
@@ -204,7 +204,7 @@ def _backward(grad_out, grad_lse, grad_entropy, q, k, v, out, lse, entropy, scal
     # programs among which the query heads of a group are split
     splits = max(
         1,
-        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))))),
+        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))))),
     )
     if dq.numel():
         DQ(
@@ -297,6 +297,6 @@ OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(
     OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "entropy", "max_score"), flat=1,
 )
-OPERATORS = runtime.Operators("causal_outputs_gqa_1e212ceedd0a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_outputs_gqa_983c2b358421", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 MASS = OPERATORS.define_key_mass("(Tensor q, Tensor k, Tensor lse, float scale) -> Tensor", _key_mass)

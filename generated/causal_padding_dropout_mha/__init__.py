@@ -206,7 +206,7 @@ def _backward(
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -218,8 +218,8 @@ def _backward(
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0:
         DELTA(
@@ -228,7 +228,7 @@ def _backward(
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -239,7 +239,7 @@ def _backward(
             q, Nk, B * Hq,
             (
                 q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run, key_padding_end,
-                seed, dq_semaphore, dq_acc, dk, dv,
+                seed, _dq_semaphore, dq_acc, dk, dv,
             ),
             (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
             (
@@ -342,7 +342,7 @@ OPERANDS = (
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B", ""))
 OPERATORS = runtime.Operators(
-    "causal_padding_dropout_mha_73a653740899",
+    "causal_padding_dropout_mha_d85a91922aa0",
     SIGNATURE,
     _forward,
     _backward,

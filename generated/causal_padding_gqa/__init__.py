@@ -184,7 +184,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -195,9 +195,9 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    use_fused = 1 if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+    _use_fused = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0 else 0
     # programs among which the query heads of a group are split
@@ -206,11 +206,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
         (
             group // runtime.divisor(
                 group,
-                min((2 if use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))),
+                min((2 if _use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))),
             )
         ),
     )
-    if use_fused > 0:
+    if _use_fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -219,8 +219,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_semaphore = runtime.zeros(
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dkdv_semaphore = runtime.zeros(
             q,
             (B, Hkv, split_pairs, Nk),
             (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
@@ -237,7 +237,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
         BWD(
             q, Nk, B * Hkv * splits,
             (
-                q, k, v, grad_out, lse2, delta, kv_lengths, dq_semaphore, dkdv_semaphore, dq_acc, dk_heads,
+                q, k, v, grad_out, lse2, delta, kv_lengths, _dq_semaphore, _dkdv_semaphore, dq_acc, dk_heads,
                 dv_heads,
             ),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
@@ -326,5 +326,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_lengths, scale):
 
 OPERANDS = "Tensor kv_lengths, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B",))
-OPERATORS = runtime.Operators("causal_padding_gqa_ff0540e597ac", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_gqa_538ee51dbc95", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -210,14 +210,14 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def floor_div(a, b):
+def _floor_div(a, b):
     # a / b rounded down, for b > 0; Triton's // rounds towards zero.
     return tl.where(a < 0, -((b - 1 - a) // b), a // b)
 
 
 @triton.jit
-def floor_mod(a, b):
-    # The remainder of floor_div, never negative. Not a - b * floor_div(a, b), which Triton 3.6 wrongly takes for a
+def _floor_mod(a, b):
+    # The remainder of `_floor_div`, never negative. Not a - b * _floor_div(a, b), which Triton 3.6 wrongly takes for a
     # multiple of b.
     return tl.where(a < 0, b - 1 - ~a % b, a % b)
 
@@ -235,12 +235,12 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -267,10 +267,10 @@ def fwd(
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
-    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * floor_div(Nk + q_start - Nq, 8192)) // BLOCK_KV)
+    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * _floor_div(Nk + q_start - Nq, 8192)) // BLOCK_KV)
     kv_full_first = tl.minimum(
         kv_end,
-        tl.cdiv(tl.maximum(0, 8192 * floor_div(Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1 - Nq, 8192)), BLOCK_KV),
+        tl.cdiv(tl.maximum(0, 8192 * _floor_div(Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1 - Nq, 8192)), BLOCK_KV),
     )
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
@@ -314,7 +314,7 @@ def fwd(
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (
-                (kv_idx // 8192)[None, :] >= floor_div(q_idx + Nk - Nq, 8192)[:, None]
+                (kv_idx // 8192)[None, :] >= _floor_div(q_idx + Nk - Nq, 8192)[:, None]
             ) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
             s,
             float("-inf"),
@@ -365,12 +365,12 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
@@ -424,10 +424,10 @@ def dq(
     tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
-    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * floor_div(Nk + q_start - Nq, 8192)) // BLOCK_KV)
+    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * _floor_div(Nk + q_start - Nq, 8192)) // BLOCK_KV)
     kv_full_first = tl.minimum(
         kv_end,
-        tl.cdiv(tl.maximum(0, 8192 * floor_div(Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1 - Nq, 8192)), BLOCK_KV),
+        tl.cdiv(tl.maximum(0, 8192 * _floor_div(Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1 - Nq, 8192)), BLOCK_KV),
     )
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
@@ -467,7 +467,7 @@ def dq(
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (
-                (kv_idx // 8192)[None, :] >= floor_div(q_idx + Nk - Nq, 8192)[:, None]
+                (kv_idx // 8192)[None, :] >= _floor_div(q_idx + Nk - Nq, 8192)[:, None]
             ) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
             s,
             float("-inf"),
@@ -555,13 +555,13 @@ def dkdv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    split = flat_head % splits
-    hkv = flat_head // splits % Hkv
-    b = flat_head // splits // Hkv
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    split = _flat_head % splits
+    hkv = _flat_head // splits % Hkv
+    b = _flat_head // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -613,7 +613,7 @@ def dkdv(
         q_end = tl.cdiv(
             tl.maximum(
                 0,
-                tl.minimum(Nq, 8192 + Nq + 8192 * floor_div(tl.minimum(Nk, kv_start + BLOCK_KV) - 1, 8192) - Nk),
+                tl.minimum(Nq, 8192 + Nq + 8192 * _floor_div(tl.minimum(Nk, kv_start + BLOCK_KV) - 1, 8192) - Nk),
             ),
             BLOCK_Q,
         )
@@ -681,7 +681,7 @@ def dkdv(
             s = tl.dot(k, tl.trans(q))
             s = tl.where(
                 (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (
-                    (kv_idx // 8192)[:, None] >= floor_div(q_idx + Nk - Nq, 8192)[None, :]
+                    (kv_idx // 8192)[:, None] >= _floor_div(q_idx + Nk - Nq, 8192)[None, :]
                 ),
                 s,
                 float("-inf"),
@@ -744,22 +744,22 @@ def dkdv_end(
             + tl.cast(hkv, tl.int64) * stride_dv_partial_h
             + tl.cast(split, tl.int64) * stride_dv_partial_s
         )
-        dk_split = tl.load(
+        dk_partial = tl.load(
             DK_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dk_partial_n + (
                 kv_off[:, None] * stride_dk_partial_n + d_qk[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dk = dk + dk_split.to(tl.float32)
-        dv_split = tl.load(
+        dk = dk + dk_partial.to(tl.float32)
+        dv_partial = tl.load(
             DV_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dv_partial_n + (
                 kv_off[:, None] * stride_dv_partial_n + d_v[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dv = dv + dv_split.to(tl.float32)
+        dv = dv + dv_partial.to(tl.float32)
     dk_out = dk.to(dtype)
     tl.store(
         dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),
@@ -826,12 +826,12 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = tO.dtype.element_ty
@@ -872,10 +872,10 @@ def jvp(
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     tlse = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
-    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * floor_div(Nk + q_start - Nq, 8192)) // BLOCK_KV)
+    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * _floor_div(Nk + q_start - Nq, 8192)) // BLOCK_KV)
     kv_full_first = tl.minimum(
         kv_end,
-        tl.cdiv(tl.maximum(0, 8192 * floor_div(Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1 - Nq, 8192)), BLOCK_KV),
+        tl.cdiv(tl.maximum(0, 8192 * _floor_div(Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1 - Nq, 8192)), BLOCK_KV),
     )
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
@@ -943,7 +943,7 @@ def jvp(
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (
-                (kv_idx // 8192)[None, :] >= floor_div(q_idx + Nk - Nq, 8192)[:, None]
+                (kv_idx // 8192)[None, :] >= _floor_div(q_idx + Nk - Nq, 8192)[:, None]
             ) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
             s,
             float("-inf"),
@@ -1023,8 +1023,8 @@ def packed(
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(Nk, BLOCK_KV)
-    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * floor_div(Nk - queries, 8192)) // BLOCK_KV)
-    kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, 8192 * floor_div(Nk - 1, 8192)), BLOCK_KV))
+    kv_first = tl.minimum(kv_end, tl.maximum(0, 8192 * _floor_div(Nk - queries, 8192)) // BLOCK_KV)
+    kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, 8192 * _floor_div(Nk - 1, 8192)), BLOCK_KV))
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, 1 + Nk - queries) // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
@@ -1058,7 +1058,7 @@ def packed(
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             ((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (
-                (kv_idx // 8192)[None, :] >= floor_div(q_idx % queries + Nk - queries, 8192)[:, None]
+                (kv_idx // 8192)[None, :] >= _floor_div(q_idx % queries + Nk - queries, 8192)[:, None]
             ),
             s,
             float("-inf"),

@@ -222,7 +222,7 @@ def with_kvcache(
     if unknown:
         runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
-        out, lse = SERVED(
+        out, lse = CACHE_OPERATORS(
             q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, document_ids,
             SCALE if scale is None else scale,
         )
@@ -254,7 +254,7 @@ def with_kvcache(
         )
     of_cache = (cache_seqlens, page_table)
     operands = (document_ids, scale,)
-    out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.call_with_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 
@@ -309,7 +309,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
     _, max_pages = page_table.shape
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     k_cache_strides, v_cache_strides, q_strides = runtime.strides(k_cache, v_cache, q)
     # keys for which a sequence has room in the cache
     Nc = 64 * max_pages
@@ -325,8 +325,8 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
             (document_ids.stride(0), Nq, Nq),
         )
         if Gq <= 64:
-            # splits of the keys of all sequences, at most
-            items = max(2 * B, 16 * max(1, ((2 * num_sms) // Hkv)))
+            # work items (splits of the keys of all sequences), at most
+            items = max(2 * B, 16 * max(1, ((2 * num_SMs) // Hkv)))
             o_partial = runtime.empty(
                 q,
                 (Hkv, items, Gq, HEAD_DIM_V),
@@ -338,7 +338,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
             DECODE(
-                q, Gq, 2 * num_sms,
+                q, Gq, 2 * num_SMs,
                 (
                     q_rows, k_cache, v_cache, cache_seqlens, page_table, document_first, document_end, o_partial,
                     lse2_partial,
@@ -401,9 +401,9 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nq", "B Nq", "B Nk", "B Nk"))
-OPERATORS = runtime.Operators("decode_document_gqa_51cf2025b2b7", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_document_gqa_2ea70eafe07d", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
-SERVED = runtime.CacheOperators(
+CACHE_OPERATORS = runtime.CacheOperators(
     OPERATORS,
     with_kvcache,
     caches=("k_cache", "v_cache"),

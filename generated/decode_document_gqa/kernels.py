@@ -2,7 +2,8 @@
 
 Tensors are [batch, head, row, head dimension], addressed by strides, with the last dimension contiguous. Tiles of
 queries have BLOCK_Q rows, tiles of keys BLOCK_KV. Statistics and accumulators are fp32; softmax is computed in base 2.
-`combine` combines BLOCK_SPLITS splits of a sequence's keys at a time. Its config is chosen by the rows of all heads and
+`combine` combines BLOCK_KV_splits splits of a sequence's keys at a time. Its config is chosen by the rows of all heads
+and
 sequences.
 """
 
@@ -170,7 +171,7 @@ SCHEDULES = {
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -179,7 +180,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -190,7 +191,7 @@ SCHEDULES = {
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -200,7 +201,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -212,7 +213,7 @@ SCHEDULES = {
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -222,7 +223,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -231,14 +232,14 @@ SCHEDULES = {
             ),
         ),
         ("gfx942", 2): (
-            (512, {"BLOCK_Q": 1, "BLOCK_SPLITS": 16, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
-            (None, {"BLOCK_Q": 1, "BLOCK_SPLITS": 8, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
+            (512, {"BLOCK_Q": 1, "BLOCK_KV_splits": 16, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 1, "BLOCK_KV_splits": 8, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
         ),
         ("any", 2): (
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -247,7 +248,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -338,26 +339,26 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def floor_div(a, b):
+def _floor_div(a, b):
     # a / b rounded down, for b > 0; Triton's // rounds towards zero.
     return tl.where(a < 0, -((b - 1 - a) // b), a // b)
 
 
 @triton.jit
-def floor_mod(a, b):
-    # The remainder of floor_div, never negative. Not a - b * floor_div(a, b), which Triton 3.6 wrongly takes for a
+def _floor_mod(a, b):
+    # The remainder of `_floor_div`, never negative. Not a - b * _floor_div(a, b), which Triton 3.6 wrongly takes for a
     # multiple of b.
     return tl.where(a < 0, b - 1 - ~a % b, a % b)
 
 
 @triton.jit
-def keys_of(length, Nc, Nn):
+def _keys_of(length, Nc, Nn):
     # The number of keys of a sequence in the cache: `length` before the call, and the Nn new ones.
     return tl.minimum(Nc, tl.maximum(0, length + Nn))
 
 
 @triton.jit
-def page_of(pages, row, there, TMA: tl.constexpr):
+def _page_of(pages, row, there, TMA: tl.constexpr):
     # The number of the page of a row; a page has 64 rows. It is read only if the row exists and a descriptor
     # reads the page.
     page = 0
@@ -367,7 +368,7 @@ def page_of(pages, row, there, TMA: tl.constexpr):
 
 
 @triton.jit
-def work_of(
+def _work_of(
     CACHE_SEQLENS,
     at,
     B,
@@ -382,7 +383,7 @@ def work_of(
 ):
     # Units of work of sequences `at`: tiles of 64 keys that their queries visit; at least one, if
     # there is a key.
-    Nk = keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
+    Nk = _keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
     document_end_greatest = tl.load(
         DOCUMENT_END + tl.cast(at, tl.int64) * stride_document_end_b + queries - 1,
         mask=at < B,
@@ -410,7 +411,7 @@ def work_of(
 
 
 @triton.jit
-def split_size(
+def _split_size(
     CACHE_SEQLENS,
     B,
     items,
@@ -428,7 +429,7 @@ def split_size(
     # them; a sequence has half a split more than its units make, on average. AT_ONCE lengths are read at a time.
     total, wanted = 0, 0
     for first in range(0, B, AT_ONCE):
-        work = work_of(
+        work = _work_of(
             CACHE_SEQLENS,
             first + tl.arange(0, AT_ONCE),
             B,
@@ -444,19 +445,19 @@ def split_size(
         total += tl.sum(work)
         wanted += tl.sum(tl.cdiv(work, 64))
     busy = tl.maximum(1, items // 16)
-    waves = tl.minimum(16, tl.maximum(1, tl.cdiv(wanted, busy)))
-    fitting = tl.maximum(1, waves * busy - B // 2)
+    _waves = tl.minimum(16, tl.maximum(1, tl.cdiv(wanted, busy)))
+    fitting = tl.maximum(1, _waves * busy - B // 2)
     return tl.maximum(1, tl.maximum(tl.cdiv(total, tl.maximum(1, items - B)), tl.cdiv(total, fitting)))
 
 
 @triton.jit
-def portion(n, i, num_splits):
-    # How many of n things the first i splits have. The first n % num_splits of them have one more than the others.
-    return i * (n // num_splits) + tl.minimum(i, n % num_splits)
+def _portion(n, i, num_KV_splits):
+    # How many of n things the first i splits have. The first n % num_KV_splits of them have one more than the others.
+    return i * (n // num_KV_splits) + tl.minimum(i, n % num_KV_splits)
 
 
 @triton.jit
-def split_of(
+def _split_of(
     CACHE_SEQLENS,
     item,
     unit,
@@ -478,7 +479,7 @@ def split_of(
         at = first + tl.arange(0, AT_ONCE)
         ends = before + tl.cumsum(
             tl.cdiv(
-                work_of(
+                _work_of(
                     CACHE_SEQLENS,
                     at,
                     B,
@@ -504,7 +505,7 @@ def split_of(
 
 
 @triton.jit
-def splits_of(
+def _splits_of(
     CACHE_SEQLENS,
     b,
     unit,
@@ -520,11 +521,11 @@ def splits_of(
     AT_ONCE: tl.constexpr,
 ):
     # The number of splits of sequence b, and of all sequences before it; b = B gives the total.
-    num_splits, first_item = 0, 0
+    num_KV_splits, first_item = 0, 0
     for first in range(0, B, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
         found = tl.cdiv(
-            work_of(
+            _work_of(
                 CACHE_SEQLENS,
                 at,
                 B,
@@ -539,13 +540,13 @@ def splits_of(
             ),
             unit,
         )
-        num_splits += tl.sum(tl.where(at == b, found, 0))
+        num_KV_splits += tl.sum(tl.where(at == b, found, 0))
         first_item += tl.sum(tl.where(at < b, found, 0))
-    return num_splits, first_item
+    return num_KV_splits, first_item
 
 
 @triton.jit
-def running_max(a, b):
+def _running_max(a, b):
     # The combine function of a running maximum.
     return tl.maximum(a, b)
 
@@ -564,12 +565,12 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -723,7 +724,7 @@ def append(
     before = tl.load(CACHE_SEQLENS + b)
     rows = kv_idx + before
     page = tl.load(
-        PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b + floor_div(rows, 64),
+        PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b + _floor_div(rows, 64),
         mask=(rows >= 0) & (kv_idx < Nk) & (rows < Nc),
         other=0,
     )
@@ -777,7 +778,7 @@ def decode(
         tl.extra.cuda.gdc_launch_dependents()
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     if B <= 32:  # the lengths of so few sequences fit one warp, so sums need no other
-        unit = split_size(
+        unit = _split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -791,8 +792,8 @@ def decode(
             32,
         )
         (
-            _, all_splits,
-        ) = splits_of(
+            _, _all_splits,
+        ) = _splits_of(
             CACHE_SEQLENS,
             B,
             unit,
@@ -808,7 +809,7 @@ def decode(
             32,
         )
     else:
-        unit = split_size(
+        unit = _split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -822,8 +823,8 @@ def decode(
             128,
         )
         (
-            _, all_splits,
-        ) = splits_of(
+            _, _all_splits,
+        ) = _splits_of(
             CACHE_SEQLENS,
             B,
             unit,
@@ -847,15 +848,15 @@ def decode(
     # one split of a sequence's keys after another; loop invariants are recomputed, not kept in registers
     for place in tl.range(
         tl.program_id(0),
-        all_splits * q_tiles * Hkv,
+        _all_splits * q_tiles * Hkv,
         tl.num_programs(0),
         num_stages=1,
         disable_licm=True,
     ):
         if B <= 32:  # the lengths of so few sequences fit one warp, so sums need no other
             (
-                b, kv_split, num_splits, first_item,
-            ) = split_of(
+                b, KV_split, num_KV_splits, first_item,
+            ) = _split_of(
                 CACHE_SEQLENS,
                 place // q_tiles // Hkv,
                 unit,
@@ -872,8 +873,8 @@ def decode(
             )
         else:
             (
-                b, kv_split, num_splits, first_item,
-            ) = split_of(
+                b, KV_split, num_KV_splits, first_item,
+            ) = _split_of(
                 CACHE_SEQLENS,
                 place // q_tiles // Hkv,
                 unit,
@@ -895,14 +896,14 @@ def decode(
         O_PARTIAL_head = (
             O_PARTIAL
             + tl.cast(hkv, tl.int64) * stride_o_partial_h
-            + tl.cast(first_item + kv_split, tl.int64) * stride_o_partial_i
+            + tl.cast(KV_split + first_item, tl.int64) * stride_o_partial_i
         )
         LSE2_PARTIAL_head = (
             LSE2_PARTIAL
             + tl.cast(hkv, tl.int64) * stride_lse2_partial_h
-            + tl.cast(first_item + kv_split, tl.int64) * stride_lse2_partial_i
+            + tl.cast(KV_split + first_item, tl.int64) * stride_lse2_partial_i
         )
-        Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
+        Nk = _keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
         qk_scale = LOG2E * scale
         q = tl.load(
             Q_head + (q_idx.to(tl.int64)[:, None] * stride_q_n + d_qk[None, :]),
@@ -941,10 +942,10 @@ def decode(
             kv_full_first,
             tl.maximum(0, tl.minimum(document_end_least, 1 + Nk - queries)) // BLOCK_KV,
         )
-        kv_full_from = kv_full_first + portion(kv_full_end - kv_full_first, kv_split, num_splits)
-        kv_full_to = kv_full_first + portion(kv_full_end - kv_full_first, 1 + kv_split, num_splits)
+        kv_full_from = kv_full_first + _portion(kv_full_end - kv_full_first, KV_split, num_KV_splits)
+        kv_full_to = kv_full_first + _portion(kv_full_end - kv_full_first, 1 + KV_split, num_KV_splits)
         kv_needed_end = tl.minimum(Nk, document_end_greatest)
-        page_ahead = page_of(
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_full_from * BLOCK_KV,
             kv_full_to > kv_full_from,
@@ -954,7 +955,7 @@ def decode(
         for kv_tile in tl.range(kv_full_from, kv_full_to):
             page_of_tile = page_ahead
             kv_next = kv_tile + 1
-            page_ahead = page_of(
+            page_ahead = _page_of(
                 PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
                 kv_next * BLOCK_KV,
                 kv_tile + 1 < kv_full_to,
@@ -995,13 +996,13 @@ def decode(
             p_sum = tl.sum(p, 1)
             l = p_sum + alpha * l
             m = m_new
-        kv_partial_from = kv_first + portion(kv_full_first - kv_first, kv_split, num_splits)
-        kv_partial_to = kv_first + portion(kv_full_first - kv_first, 1 + kv_split, num_splits)
-        kv_partial_from_2 = kv_full_end + portion(kv_end - kv_full_end, kv_split, num_splits)
-        kv_partial_to_2 = kv_full_end + portion(kv_end - kv_full_end, 1 + kv_split, num_splits)
+        kv_partial_from = kv_first + _portion(kv_full_first - kv_first, KV_split, num_KV_splits)
+        kv_partial_to = kv_first + _portion(kv_full_first - kv_first, 1 + KV_split, num_KV_splits)
+        kv_partial_from_2 = kv_full_end + _portion(kv_end - kv_full_end, KV_split, num_KV_splits)
+        kv_partial_to_2 = kv_full_end + _portion(kv_end - kv_full_end, 1 + KV_split, num_KV_splits)
         kv_next = kv_partial_from
         kv_next = tl.where(kv_next < kv_partial_to, kv_next, kv_next + (kv_partial_from_2 - kv_partial_to))
-        page_ahead = page_of(
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_next * BLOCK_KV,
             kv_partial_to + (kv_partial_to_2 - kv_partial_from_2) > kv_partial_from,
@@ -1014,7 +1015,7 @@ def decode(
             page_of_tile = page_ahead
             kv_next = at + 1
             kv_next = tl.where(kv_next < kv_partial_to, kv_next, kv_next + (kv_partial_from_2 - kv_partial_to))
-            page_ahead = page_of(
+            page_ahead = _page_of(
                 PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
                 kv_next * BLOCK_KV,
                 at + 1 < kv_partial_to + (kv_partial_to_2 - kv_partial_from_2),
@@ -1072,14 +1073,14 @@ def decode(
             l = p_sum + alpha * l
             m = m_new
         inv_l = tl.where(l > 0, 1.0 / l, 0)
-        o_split = acc * inv_l[:, None]
+        o_partial = acc * inv_l[:, None]
         tl.store(
             O_PARTIAL_head + (q_idx.to(tl.int64)[:, None] * stride_o_partial_n + d_v[None, :]),
-            o_split,
+            o_partial,
             mask=(q_idx < Nq)[:, None],
         )
-        lse2_split = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
-        tl.store(LSE2_PARTIAL_head + q_start + q_off, lse2_split, mask=q_idx < Nq)
+        lse2_partial = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
+        tl.store(LSE2_PARTIAL_head + q_start + q_off, lse2_partial, mask=q_idx < Nq)
 
 
 @triton.jit(
@@ -1101,7 +1102,7 @@ def combine(
     stride_lse2_partial_h, stride_lse2_partial_i, stride_document_first_b, stride_document_end_b,
     stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
     BLOCK_Q: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_KV_splits: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # After decode: merge the outputs of a sequence's splits, weighted by their sums of probabilities.
@@ -1111,7 +1112,7 @@ def combine(
     hkv = pid // q_tiles % Hkv
     b = pid // q_tiles // Hkv
     if B <= 32:  # the lengths of so few sequences fit one warp, so sums need no other
-        unit = split_size(
+        unit = _split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -1125,8 +1126,8 @@ def combine(
             32,
         )
         (
-            num_splits, first_item,
-        ) = splits_of(
+            num_KV_splits, first_item,
+        ) = _splits_of(
             CACHE_SEQLENS,
             b,
             unit,
@@ -1142,7 +1143,7 @@ def combine(
             32,
         )
     else:
-        unit = split_size(
+        unit = _split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -1156,8 +1157,8 @@ def combine(
             128,
         )
         (
-            num_splits, first_item,
-        ) = splits_of(
+            num_KV_splits, first_item,
+        ) = _splits_of(
             CACHE_SEQLENS,
             b,
             unit,
@@ -1173,7 +1174,7 @@ def combine(
             128,
         )
     q_off = tl.arange(0, BLOCK_Q)
-    combined_off = tl.arange(0, BLOCK_SPLITS)
+    KV_splits_off = tl.arange(0, BLOCK_KV_splits)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off
     d_v = tl.arange(0, D_V)
@@ -1188,27 +1189,27 @@ def combine(
     if OVERLAPS:  # wait for the end of the previous launch, whose results this one reads
         tl.extra.cuda.gdc_wait()
     # splits of this sequence's keys
-    for combined_tile in tl.range(0, tl.cdiv(num_splits, BLOCK_SPLITS)):
-        combined_start = combined_tile * BLOCK_SPLITS
-        combined_idx = combined_start + combined_off
+    for KV_splits_tile in tl.range(0, tl.cdiv(num_KV_splits, BLOCK_KV_splits)):
+        KV_splits_start = KV_splits_tile * BLOCK_KV_splits
+        KV_splits_idx = KV_splits_start + KV_splits_off
         lse2_partial = tl.load(
             LSE2_PARTIAL_head
-            + tl.cast(combined_start + first_item, tl.int64) * stride_lse2_partial_i
+            + tl.cast(KV_splits_start + first_item, tl.int64) * stride_lse2_partial_i
             + q_start
-            + (combined_off[:, None] * stride_lse2_partial_i + q_off[None, :]),
-            mask=(combined_idx < num_splits)[:, None] & (q_idx < Nq)[None, :],
+            + (KV_splits_off[:, None] * stride_lse2_partial_i + q_off[None, :]),
+            mask=(KV_splits_idx < num_KV_splits)[:, None] & (q_idx < Nq)[None, :],
             other=float("-inf"),
         )
         o_partial = tl.load(
             O_PARTIAL_head
-            + tl.cast(combined_start + first_item, tl.int64) * stride_o_partial_i
+            + tl.cast(KV_splits_start + first_item, tl.int64) * stride_o_partial_i
             + tl.cast(q_start, tl.int64) * stride_o_partial_n
             + (
-                combined_off[:, None, None] * stride_o_partial_i
+                KV_splits_off[:, None, None] * stride_o_partial_i
                 + q_off[None, :, None] * stride_o_partial_n
                 + d_v[None, None, :]
             ),
-            mask=(combined_idx < num_splits)[:, None, None] & (q_idx < Nq)[None, :, None],
+            mask=(KV_splits_idx < num_KV_splits)[:, None, None] & (q_idx < Nq)[None, :, None],
             other=0.0,
         )
         greatest = tl.max(lse2_partial, 0)
@@ -1216,8 +1217,8 @@ def combine(
         base = tl.where(m_next > float("-inf"), m_next, 0)
         alpha = tl.exp2(m - base)
         weights = tl.exp2(lse2_partial - base[None, :])
-        l_partial = tl.sum(weights, 0)
-        l = l_partial + alpha * l
+        l_sum = tl.sum(weights, 0)
+        l = l_sum + alpha * l
         weighed = o_partial * weights[:, :, None]
         o_sum = tl.sum(weighed, 0)
         acc = o_sum + acc * alpha[:, None]
@@ -1247,12 +1248,12 @@ def prefill(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -1266,7 +1267,7 @@ def prefill(
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
+    Nk = _keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
     qk_scale = LOG2E * scale
     if TMA:
         q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
@@ -1307,7 +1308,7 @@ def prefill(
         tl.maximum(0, tl.minimum(tl.minimum(Nk, document_end_least), 1 + Nk + q_start - Nq)) // BLOCK_KV,
     )
     kv_needed_end = tl.minimum(Nk, document_end_greatest)
-    page_ahead = page_of(
+    page_ahead = _page_of(
         PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
         kv_full_first * BLOCK_KV,
         kv_full_end > kv_full_first,
@@ -1317,7 +1318,7 @@ def prefill(
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         page_of_tile = page_ahead
         kv_next = kv_tile + 1
-        page_ahead = page_of(
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_next * BLOCK_KV,
             kv_tile + 1 < kv_full_end,
@@ -1360,7 +1361,7 @@ def prefill(
         m = m_new
     kv_next = kv_first
     kv_next = tl.where(kv_next < kv_full_first, kv_next, kv_next + (kv_full_end - kv_full_first))
-    page_ahead = page_of(
+    page_ahead = _page_of(
         PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
         kv_next * BLOCK_KV,
         kv_full_first + (kv_end - kv_full_end) > kv_first,
@@ -1373,7 +1374,7 @@ def prefill(
         page_of_tile = page_ahead
         kv_next = at + 1
         kv_next = tl.where(kv_next < kv_full_first, kv_next, kv_next + (kv_full_end - kv_full_first))
-        page_ahead = page_of(
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_next * BLOCK_KV,
             at + 1 < kv_full_first + (kv_end - kv_full_end),
@@ -1447,7 +1448,7 @@ def sorted_documents_in_cache(
     stride_document_first_b, stride_document_end_b,
     BLOCK_Q: tl.constexpr,
 ):
-    # Before queries with a KV cache: where the document of each of them starts and ends, from ids that never fall.
+    # Before queries with a KV cache: where the document of each of them starts and ends, from ids that never decrease.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
@@ -1457,7 +1458,7 @@ def sorted_documents_in_cache(
 
     DOCUMENT_FIRST_batch = DOCUMENT_FIRST + tl.cast(b, tl.int64) * stride_document_first_b
     DOCUMENT_END_batch = DOCUMENT_END + tl.cast(b, tl.int64) * stride_document_end_b
-    Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
+    Nk = _keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
     own = tl.load(
         DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + q_idx + Nk - Nq,
         mask=(q_idx + Nk - Nq >= 0) & (q_idx + Nk - Nq < Nk),
@@ -1483,7 +1484,7 @@ def sorted_documents_in_cache(
         )
         first = tl.where((q_idx + Nk - Nq >= 0) & (id_before < own) & (last_before < Nk), first + step, first)
         end = tl.where((q_idx + Nk - Nq >= 0) & (id_inside <= own) & (last_inside < Nk), end + step, end)
-        step = floor_div(step, 2)
+        step = _floor_div(step, 2)
     tl.store(DOCUMENT_FIRST_batch + q_start + q_off, first, mask=q_idx < Nq)
     tl.store(DOCUMENT_END_batch + q_start + q_off, end, mask=q_idx < Nq)
 
@@ -1496,7 +1497,7 @@ def sorted_document_spans(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    # Before the others: where the document of each query and key starts and ends, from ids that never fall. Two
+    # Before the others: where the document of each query and key starts and ends, from ids that never decrease. Two
     # programs per sequence.
     pid = tl.program_id(0)
     side = pid % 2
@@ -1508,15 +1509,15 @@ def sorted_document_spans(
     for q_tile in tl.range(0, tl.cdiv(Nq, BLOCK_Q)):
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
-        nowhere = tl.full([BLOCK_Q], 0, dtype=tl.int32)
+        zero = tl.full([BLOCK_Q], 0, dtype=tl.int32)
         tl.store(
             DOCUMENT_FIRST + tl.cast(b, tl.int64) * stride_document_first_b + q_idx,
-            nowhere,
+            zero,
             mask=(q_idx < Nq) & (q_idx < Nq - Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_END + tl.cast(b, tl.int64) * stride_document_end_b + q_idx,
-            nowhere,
+            zero,
             mask=(side > 0) & (q_idx < Nq) & (q_idx < Nq - Nk),
         )
     tl.debug_barrier()  # all threads see what this program has stored so far
@@ -1531,14 +1532,14 @@ def sorted_document_spans(
             mask=(key >= 0) & (key < Nk),
             other=0,
         )
-        behind = tl.where(side < 1, kv_idx - 1, Nk - kv_idx)
-        document_behind = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + behind,
-            mask=(behind >= 0) & (behind < Nk),
+        previous_key = tl.where(side < 1, kv_idx - 1, Nk - kv_idx)
+        previous_document = tl.load(
+            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + previous_key,
+            mask=(previous_key >= 0) & (previous_key < Nk),
             other=0,
         )
-        start = tl.where((document == document_behind) & (kv_idx > 0), 0, kv_idx)
-        start_here = tl.associative_scan(start, 0, running_max)
+        start = tl.where((document == previous_document) & (kv_idx > 0), 0, kv_idx)
+        start_here = tl.associative_scan(start, 0, _running_max)
         run_start = tl.maximum(start_before, start_here)
         bound = tl.where(side < 1, run_start, Nk - run_start)
         q_bound = tl.maximum(0, bound + Nq - Nk)

@@ -139,7 +139,7 @@ def with_kvcache(
     if unknown:
         runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
-        out, lse = SERVED(q, (k_cache,), (k,), cache_seqlens, page_table, SCALE if scale is None else scale)
+        out, lse = CACHE_OPERATORS(q, (k_cache,), (k,), cache_seqlens, page_table, SCALE if scale is None else scale)
         return (out, lse) if return_lse else out
     q, caches, new = CACHE_RULES.admit(q, (k_cache,), cache_seqlens, page_table, (k,))
     scale = SCALE if scale is None else RULES.check_scale(scale)
@@ -147,7 +147,7 @@ def with_kvcache(
         runtime.check_data("attention.with_kvcache", runtime.promised_of_cache(caches, cache_seqlens, page_table, new))
     of_cache = (cache_seqlens, page_table)
     operands = (scale,)
-    out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.call_with_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 
@@ -210,7 +210,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
     _, max_pages = page_table.shape
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     q_strides, = runtime.strides(q)
     # keys for which a sequence has room in the cache
     Nc = 64 * max_pages
@@ -218,8 +218,8 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 512:
-            # splits of the keys of all sequences, at most
-            items = max(2 * B, 4 * max(1, (num_sms // max(1, Hkv * ((Gq + 63) // 64)))))
+            # work items (splits of the keys of all sequences), at most
+            items = max(2 * B, 4 * max(1, (num_SMs // max(1, Hkv * ((Gq + 63) // 64)))))
             o_partial = runtime.empty(
                 q,
                 (Hkv, items, Gq, HEAD_DIM_V),
@@ -233,7 +233,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
             q_latent = q_rows[..., :HEAD_DIM_V]
             q_rope = q_rows[..., HEAD_DIM_V:]
             DECODE(
-                q, Gq, num_sms,
+                q, Gq, num_SMs,
                 (
                     q_latent, q_rope, k_cache, k_rope_cache, cache_seqlens, page_table, k_scale, o_partial,
                     lse2_partial,
@@ -270,9 +270,9 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_fp8_mla_3fdf64ba73a8", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_fp8_mla_3d98c5935e95", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
-SERVED = runtime.CacheOperators(
+CACHE_OPERATORS = runtime.CacheOperators(
     OPERATORS,
     with_kvcache,
     caches=("k_cache",),

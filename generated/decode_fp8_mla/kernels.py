@@ -2,7 +2,8 @@
 
 Tensors are [batch, head, row, head dimension], addressed by strides, with the last dimension contiguous. Tiles of
 queries have BLOCK_Q rows, tiles of keys BLOCK_KV. Statistics and accumulators are fp32; softmax is computed in base 2.
-`combine` combines BLOCK_SPLITS splits of a sequence's keys at a time. Its config is chosen by the rows of all heads and
+`combine` combines BLOCK_KV_splits splits of a sequence's keys at a time. Its config is chosen by the rows of all heads
+and
 sequences.
 """
 
@@ -167,7 +168,7 @@ SCHEDULES = {
             (
                 128,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 4,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -176,7 +177,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -187,7 +188,7 @@ SCHEDULES = {
             (
                 128,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 4,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -197,7 +198,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -209,7 +210,7 @@ SCHEDULES = {
             (
                 128,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 4,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -219,7 +220,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -228,14 +229,14 @@ SCHEDULES = {
             ),
         ),
         ("gfx942", 2): (
-            (256, {"BLOCK_Q": 1, "BLOCK_SPLITS": 16, "num_warps": 2, "num_stages": 1, "OVERLAPS": False}),
-            (None, {"BLOCK_Q": 1, "BLOCK_SPLITS": 8, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
+            (256, {"BLOCK_Q": 1, "BLOCK_KV_splits": 16, "num_warps": 2, "num_stages": 1, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 1, "BLOCK_KV_splits": 8, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
         ),
         ("any", 2): (
             (
                 128,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 4,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -244,7 +245,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -280,26 +281,26 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def floor_div(a, b):
+def _floor_div(a, b):
     # a / b rounded down, for b > 0; Triton's // rounds towards zero.
     return tl.where(a < 0, -((b - 1 - a) // b), a // b)
 
 
 @triton.jit
-def floor_mod(a, b):
-    # The remainder of floor_div, never negative. Not a - b * floor_div(a, b), which Triton 3.6 wrongly takes for a
+def _floor_mod(a, b):
+    # The remainder of `_floor_div`, never negative. Not a - b * _floor_div(a, b), which Triton 3.6 wrongly takes for a
     # multiple of b.
     return tl.where(a < 0, b - 1 - ~a % b, a % b)
 
 
 @triton.jit
-def keys_of(length, Nc, Nn):
+def _keys_of(length, Nc, Nn):
     # The number of keys of a sequence in the cache: `length` before the call, and the Nn new ones.
     return tl.minimum(Nc, tl.maximum(0, length + Nn))
 
 
 @triton.jit
-def page_of(pages, row, there, TMA: tl.constexpr):
+def _page_of(pages, row, there, TMA: tl.constexpr):
     # The number of the page of a row; a page has 64 rows. It is read only if the row exists and a descriptor
     # reads the page.
     page = 0
@@ -309,43 +310,43 @@ def page_of(pages, row, there, TMA: tl.constexpr):
 
 
 @triton.jit
-def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
+def _work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
     # Units of work of sequences `at`: tiles of 64 keys that their queries visit; at least one, if
     # there is a key.
-    Nk = keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
+    Nk = _keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
     return tl.where(at < B, tl.maximum(tl.cdiv(Nk, 64), tl.minimum(1, Nk)), 0)
 
 
 @triton.jit
-def split_size(CACHE_SEQLENS, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
+def _split_size(CACHE_SEQLENS, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # The most units of work of a split. items // 4 splits run at a time, as one wave. There are as
     # many waves as splits of 64 units would take, and splits are just short enough to fill
     # them; a sequence has half a split more than its units make, on average. AT_ONCE lengths are read at a time.
     total, wanted = 0, 0
     for first in range(0, B, AT_ONCE):
-        work = work_of(CACHE_SEQLENS, first + tl.arange(0, AT_ONCE), B, items, Nc, Nn)
+        work = _work_of(CACHE_SEQLENS, first + tl.arange(0, AT_ONCE), B, items, Nc, Nn)
         total += tl.sum(work)
         wanted += tl.sum(tl.cdiv(work, 64))
     busy = tl.maximum(1, items // 4)
-    waves = tl.minimum(4, tl.maximum(1, tl.cdiv(wanted, busy)))
-    fitting = tl.maximum(1, waves * busy - B // 2)
+    _waves = tl.minimum(4, tl.maximum(1, tl.cdiv(wanted, busy)))
+    fitting = tl.maximum(1, _waves * busy - B // 2)
     return tl.maximum(1, tl.maximum(tl.cdiv(total, tl.maximum(1, items - B)), tl.cdiv(total, fitting)))
 
 
 @triton.jit
-def portion(n, i, num_splits):
-    # How many of n things the first i splits have. The first n % num_splits of them have one more than the others.
-    return i * (n // num_splits) + tl.minimum(i, n % num_splits)
+def _portion(n, i, num_KV_splits):
+    # How many of n things the first i splits have. The first n % num_KV_splits of them have one more than the others.
+    return i * (n // num_KV_splits) + tl.minimum(i, n % num_KV_splits)
 
 
 @triton.jit
-def split_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
+def _split_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # Split `item` of all: its sequence, its number there, the sequence's number of splits, and the splits of earlier
     # sequences.
     b, before, first_item, end = 0, 0, 0, 2147483647
     for first in range(0, B, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        ends = before + tl.cumsum(tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn), unit), 0)
+        ends = before + tl.cumsum(tl.cdiv(_work_of(CACHE_SEQLENS, at, B, items, Nc, Nn), unit), 0)
         passed = ends <= item
         b += tl.sum(tl.where(passed & (at < B), 1, 0))
         first_item = tl.maximum(first_item, tl.max(tl.where(passed, ends, 0)))
@@ -355,19 +356,19 @@ def split_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr)
 
 
 @triton.jit
-def splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
+def _splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # The number of splits of sequence b, and of all sequences before it; b = B gives the total.
-    num_splits, first_item = 0, 0
+    num_KV_splits, first_item = 0, 0
     for first in range(0, B, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        found = tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn), unit)
-        num_splits += tl.sum(tl.where(at == b, found, 0))
+        found = tl.cdiv(_work_of(CACHE_SEQLENS, at, B, items, Nc, Nn), unit)
+        num_KV_splits += tl.sum(tl.where(at == b, found, 0))
         first_item += tl.sum(tl.where(at < b, found, 0))
-    return num_splits, first_item
+    return num_KV_splits, first_item
 
 
 @triton.jit
-def widened(x):
+def _widened(x):
     # The e4m3 value in the low byte of a pair as fp16: its bits, shifted to their places in fp16, mean 1 / 256 of the
     # value.
     half = (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
@@ -375,7 +376,7 @@ def widened(x):
 
 
 @triton.jit
-def from_pairs(x, CONVERTS: tl.constexpr):
+def _from_pairs(x, CONVERTS: tl.constexpr):
     # Both values of each pair in fp16, the first from the low byte. Some devices convert a pair in one instruction; the
     # results of the two pairs of a register then swap halves.
     if CONVERTS:
@@ -389,12 +390,12 @@ def from_pairs(x, CONVERTS: tl.constexpr):
             pack=2,
         )
     else:
-        first, second = widened(x), widened(x >> 8)
+        first, second = _widened(x), _widened(x >> 8)
     return first, second
 
 
 @triton.jit
-def of_columns(x, columns: tl.constexpr):
+def _of_columns(x, columns: tl.constexpr):
     # Broadcast each column of x over a group of consecutive columns; the tile has `columns` columns.
     rows: tl.constexpr = x.shape[0]
     groups: tl.constexpr = x.shape[1]
@@ -402,7 +403,7 @@ def of_columns(x, columns: tl.constexpr):
 
 
 @triton.jit
-def narrowed(x):
+def _narrowed(x):
     # x rounded to e4m3, ties to even and at most 448, as 8 bits. Below 2**-6, values are spaced 2**-9.
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
@@ -413,9 +414,9 @@ def narrowed(x):
 
 
 @triton.jit
-def to_pairs(first, second):
+def _to_pairs(first, second):
     # Pairs of e4m3 values, the first in the low byte.
-    return (narrowed(first) | (narrowed(second) << 8)).to(tl.int16)
+    return (_narrowed(first) | (_narrowed(second) << 8)).to(tl.int16)
 
 
 @triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
@@ -432,12 +433,12 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -589,7 +590,7 @@ def append(
     before = tl.load(CACHE_SEQLENS + b)
     rows = kv_idx + before
     page = tl.load(
-        PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b + floor_div(rows, 64),
+        PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b + _floor_div(rows, 64),
         mask=(rows >= 0) & (kv_idx < Nk) & (rows < Nc),
         other=0,
     )
@@ -603,9 +604,9 @@ def append(
     k_abs = tl.maximum(-k.to(tl.float32), k.to(tl.float32))
     k_size = tl.max(k_abs.reshape(BLOCK_KV, GROUPS_V, D_V // GROUPS_V), 2)
     k_scale = tl.maximum(1.1754943508222875e-38, k_size * 0.002232142857142857)
-    k_unit = k.to(tl.float32) / of_columns(k_scale, D_V)
+    k_unit = k.to(tl.float32) / _of_columns(k_scale, D_V)
     k_columns_even, k_columns_odd = tl.split(k_unit.reshape(BLOCK_KV, PAIRS_V, 2))
-    k_pairs = to_pairs(k_columns_even, k_columns_odd)
+    k_pairs = _to_pairs(k_columns_even, k_columns_odd)
     tl.store(
         K + page.to(tl.int64)[:, None] * stride_k_p + (rows % 64)[:, None] * stride_k_n + pair_v[None, :],
         k_pairs,
@@ -652,8 +653,8 @@ def decode(
     if OVERLAPS:  # let programs of the next launch start; they wait for the end of this one
         tl.extra.cuda.gdc_launch_dependents()
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, 128)
-    _, all_splits = splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, 128)
+    unit = _split_size(CACHE_SEQLENS, B, items, Nc, Nn, 128)
+    _, _all_splits = _splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, 128)
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = Q.dtype.element_ty
@@ -663,15 +664,15 @@ def decode(
     group_v = tl.arange(0, GROUPS_V)
 
     # one split of a sequence's keys after another; loop invariants are recomputed, not kept in registers
-    for place in tl.range(tl.program_id(0), all_splits * q_tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
-        b, kv_split, num_splits, first_item = split_of(CACHE_SEQLENS, place // q_tiles, unit, B, items, Nc, Nn, 128)
+    for place in tl.range(tl.program_id(0), _all_splits * q_tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
+        b, KV_split, num_KV_splits, first_item = _split_of(CACHE_SEQLENS, place // q_tiles, unit, B, items, Nc, Nn, 128)
         q_start = (place % q_tiles) * BLOCK_Q
         q_idx = q_start + q_off
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b
         Q_ROPE_head = Q_ROPE + tl.cast(b, tl.int64) * stride_q_rope_b
-        O_PARTIAL_head = O_PARTIAL + tl.cast(first_item + kv_split, tl.int64) * stride_o_partial_i
-        LSE2_PARTIAL_head = LSE2_PARTIAL + tl.cast(first_item + kv_split, tl.int64) * stride_lse2_partial_i
-        Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
+        O_PARTIAL_head = O_PARTIAL + tl.cast(KV_split + first_item, tl.int64) * stride_o_partial_i
+        LSE2_PARTIAL_head = LSE2_PARTIAL + tl.cast(KV_split + first_item, tl.int64) * stride_lse2_partial_i
+        Nk = _keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
         qk_scale = LOG2E * scale
         q = tl.load(
             Q_head + (q_idx.to(tl.int64)[:, None] * stride_q_n + d_v[None, :]),
@@ -688,9 +689,9 @@ def decode(
         acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
         kv_end = tl.cdiv(Nk, BLOCK_KV)
         kv_full_end = tl.maximum(0, 1 + Nk - queries) // BLOCK_KV
-        kv_full_from = portion(kv_full_end, kv_split, num_splits)
-        kv_full_to = portion(kv_full_end, 1 + kv_split, num_splits)
-        page_ahead = page_of(
+        kv_full_from = _portion(kv_full_end, KV_split, num_KV_splits)
+        kv_full_to = _portion(kv_full_end, 1 + KV_split, num_KV_splits)
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_full_from * BLOCK_KV,
             kv_full_to > kv_full_from,
@@ -700,7 +701,7 @@ def decode(
         for kv_tile in tl.range(kv_full_from, kv_full_to, disable_licm=True):
             page_of_tile = page_ahead
             kv_next = kv_tile + 1
-            page_ahead = page_of(
+            page_ahead = _page_of(
                 PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
                 kv_next * BLOCK_KV,
                 kv_tile + 1 < kv_full_to,
@@ -727,9 +728,9 @@ def decode(
                         kv_idx % 64
                     )[:, None] * stride_k_scale_n + group_v[None, :],
                 )
-            k_columns_even, k_columns_odd = from_pairs(k_pairs, CONVERTS)
+            k_columns_even, k_columns_odd = _from_pairs(k_pairs, CONVERTS)
             k_unit = tl.join(k_columns_even, k_columns_odd).reshape(BLOCK_KV, D_V)
-            k = (of_columns(k_scale, D_V) * k_unit).to(dtype)
+            k = (_of_columns(k_scale, D_V) * k_unit).to(dtype)
             if TMA:
                 k_rope = K_ROPE.load([page_of_tile, 0, kv_start % 64, 0]).reshape(BLOCK_KV, D_ROPE)
             else:
@@ -749,9 +750,9 @@ def decode(
             p_sum = tl.sum(p, 1)
             l = p_sum + alpha * l
             m = m_new
-        kv_partial_from = kv_full_end + portion(kv_end - kv_full_end, kv_split, num_splits)
-        kv_partial_to = kv_full_end + portion(kv_end - kv_full_end, 1 + kv_split, num_splits)
-        page_ahead = page_of(
+        kv_partial_from = kv_full_end + _portion(kv_end - kv_full_end, KV_split, num_KV_splits)
+        kv_partial_to = kv_full_end + _portion(kv_end - kv_full_end, 1 + KV_split, num_KV_splits)
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_partial_from * BLOCK_KV,
             kv_partial_to > kv_partial_from,
@@ -761,7 +762,7 @@ def decode(
         for kv_tile in tl.range(kv_partial_from, kv_partial_to, disable_licm=True):
             page_of_tile = page_ahead
             kv_next = kv_tile + 1
-            page_ahead = page_of(
+            page_ahead = _page_of(
                 PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
                 kv_next * BLOCK_KV,
                 kv_tile + 1 < kv_partial_to,
@@ -792,9 +793,9 @@ def decode(
                     mask=(kv_idx < Nk)[:, None],
                     other=0.0,
                 )
-            k_columns_even, k_columns_odd = from_pairs(k_pairs, CONVERTS)
+            k_columns_even, k_columns_odd = _from_pairs(k_pairs, CONVERTS)
             k_unit = tl.join(k_columns_even, k_columns_odd).reshape(BLOCK_KV, D_V)
-            k = (of_columns(k_scale, D_V) * k_unit).to(dtype)
+            k = (_of_columns(k_scale, D_V) * k_unit).to(dtype)
             if TMA:  # TMA reads the cache's rows past the end as they are
                 k = tl.where((kv_idx < Nk)[:, None], k, 0.0)
             if TMA:
@@ -821,14 +822,14 @@ def decode(
             l = p_sum + alpha * l
             m = m_new
         inv_l = tl.where(l > 0, 1.0 / l, 0)
-        o_split = acc * inv_l[:, None]
+        o_partial = acc * inv_l[:, None]
         tl.store(
             O_PARTIAL_head + (q_idx.to(tl.int64)[:, None] * stride_o_partial_n + d_v[None, :]),
-            o_split,
+            o_partial,
             mask=(q_idx < Nq)[:, None],
         )
-        lse2_split = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
-        tl.store(LSE2_PARTIAL_head + q_start + q_off, lse2_split, mask=q_idx < Nq)
+        lse2_partial = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
+        tl.store(LSE2_PARTIAL_head + q_start + q_off, lse2_partial, mask=q_idx < Nq)
 
 
 @triton.jit(do_not_specialize=["B", "items", "Nc", "Nn", "Nq", "stride_lse2_partial_i", "stride_lse_b"])
@@ -837,7 +838,7 @@ def combine(
     stride_o_partial_i, stride_o_partial_n, stride_lse2_partial_i, stride_o_b, stride_o_n,
     stride_lse_b,
     BLOCK_Q: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_KV_splits: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # After decode: merge the outputs of a sequence's splits, weighted by their sums of probabilities.
@@ -846,13 +847,13 @@ def combine(
     q_start = (pid % q_tiles) * BLOCK_Q
     b = pid // q_tiles
     if B <= 32:  # the lengths of so few sequences fit one warp, so sums need no other
-        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, 32)
-        num_splits, first_item = splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 32)
+        unit = _split_size(CACHE_SEQLENS, B, items, Nc, Nn, 32)
+        num_KV_splits, first_item = _splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 32)
     else:
-        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, 128)
-        num_splits, first_item = splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 128)
+        unit = _split_size(CACHE_SEQLENS, B, items, Nc, Nn, 128)
+        num_KV_splits, first_item = _splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 128)
     q_off = tl.arange(0, BLOCK_Q)
-    combined_off = tl.arange(0, BLOCK_SPLITS)
+    KV_splits_off = tl.arange(0, BLOCK_KV_splits)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off
     d_v = tl.arange(0, D_V)
@@ -865,26 +866,26 @@ def combine(
     if OVERLAPS:  # wait for the end of the previous launch, whose results this one reads
         tl.extra.cuda.gdc_wait()
     # splits of this sequence's keys
-    for combined_tile in tl.range(0, tl.cdiv(num_splits, BLOCK_SPLITS)):
-        combined_start = combined_tile * BLOCK_SPLITS
-        combined_idx = combined_start + combined_off
+    for KV_splits_tile in tl.range(0, tl.cdiv(num_KV_splits, BLOCK_KV_splits)):
+        KV_splits_start = KV_splits_tile * BLOCK_KV_splits
+        KV_splits_idx = KV_splits_start + KV_splits_off
         lse2_partial = tl.load(
-            LSE2_PARTIAL + tl.cast(combined_start + first_item, tl.int64) * stride_lse2_partial_i + q_start + (
-                combined_off[:, None] * stride_lse2_partial_i + q_off[None, :]
+            LSE2_PARTIAL + tl.cast(KV_splits_start + first_item, tl.int64) * stride_lse2_partial_i + q_start + (
+                KV_splits_off[:, None] * stride_lse2_partial_i + q_off[None, :]
             ),
-            mask=(combined_idx < num_splits)[:, None] & (q_idx < Nq)[None, :],
+            mask=(KV_splits_idx < num_KV_splits)[:, None] & (q_idx < Nq)[None, :],
             other=float("-inf"),
         )
         o_partial = tl.load(
             O_PARTIAL
-            + tl.cast(combined_start + first_item, tl.int64) * stride_o_partial_i
+            + tl.cast(KV_splits_start + first_item, tl.int64) * stride_o_partial_i
             + tl.cast(q_start, tl.int64) * stride_o_partial_n
             + (
-                combined_off[:, None, None] * stride_o_partial_i
+                KV_splits_off[:, None, None] * stride_o_partial_i
                 + q_off[None, :, None] * stride_o_partial_n
                 + d_v[None, None, :]
             ),
-            mask=(combined_idx < num_splits)[:, None, None] & (q_idx < Nq)[None, :, None],
+            mask=(KV_splits_idx < num_KV_splits)[:, None, None] & (q_idx < Nq)[None, :, None],
             other=0.0,
         )
         greatest = tl.max(lse2_partial, 0)
@@ -892,8 +893,8 @@ def combine(
         base = tl.where(m_next > float("-inf"), m_next, 0)
         alpha = tl.exp2(m - base)
         weights = tl.exp2(lse2_partial - base[None, :])
-        l_partial = tl.sum(weights, 0)
-        l = l_partial + alpha * l
+        l_sum = tl.sum(weights, 0)
+        l = l_sum + alpha * l
         weighed = o_partial * weights[:, :, None]
         o_sum = tl.sum(weighed, 0)
         acc = o_sum + acc * alpha[:, None]
@@ -924,12 +925,12 @@ def prefill(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -944,7 +945,7 @@ def prefill(
     if not TMA:
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         Q_ROPE_head = Q_ROPE + tl.cast(b, tl.int64) * stride_q_rope_b + tl.cast(h, tl.int64) * stride_q_rope_h
-    Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
+    Nk = _keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
     qk_scale = LOG2E * scale
     if TMA:
         q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_V)
@@ -969,7 +970,7 @@ def prefill(
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    page_ahead = page_of(
+    page_ahead = _page_of(
         PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
         0 * BLOCK_KV,
         kv_full_end > 0,
@@ -979,7 +980,7 @@ def prefill(
     for kv_tile in tl.range(0, kv_full_end, disable_licm=True):
         page_of_tile = page_ahead
         kv_next = kv_tile + 1
-        page_ahead = page_of(
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_next * BLOCK_KV,
             kv_tile + 1 < kv_full_end,
@@ -1006,9 +1007,9 @@ def prefill(
                     kv_idx % 64
                 )[:, None] * stride_k_scale_n + group_v[None, :],
             )
-        k_columns_even, k_columns_odd = from_pairs(k_pairs, CONVERTS)
+        k_columns_even, k_columns_odd = _from_pairs(k_pairs, CONVERTS)
         k_unit = tl.join(k_columns_even, k_columns_odd).reshape(BLOCK_KV, D_V)
-        k = (of_columns(k_scale, D_V) * k_unit).to(dtype)
+        k = (_of_columns(k_scale, D_V) * k_unit).to(dtype)
         if TMA:
             k_rope = K_ROPE.load([page_of_tile, 0, kv_start % 64, 0]).reshape(BLOCK_KV, D_ROPE)
         else:
@@ -1028,7 +1029,7 @@ def prefill(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    page_ahead = page_of(
+    page_ahead = _page_of(
         PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
         kv_full_end * BLOCK_KV,
         kv_end > kv_full_end,
@@ -1038,7 +1039,7 @@ def prefill(
     for kv_tile in tl.range(kv_full_end, kv_end, disable_licm=True):
         page_of_tile = page_ahead
         kv_next = kv_tile + 1
-        page_ahead = page_of(
+        page_ahead = _page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_next * BLOCK_KV,
             kv_tile + 1 < kv_end,
@@ -1069,9 +1070,9 @@ def prefill(
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
-        k_columns_even, k_columns_odd = from_pairs(k_pairs, CONVERTS)
+        k_columns_even, k_columns_odd = _from_pairs(k_pairs, CONVERTS)
         k_unit = tl.join(k_columns_even, k_columns_odd).reshape(BLOCK_KV, D_V)
-        k = (of_columns(k_scale, D_V) * k_unit).to(dtype)
+        k = (_of_columns(k_scale, D_V) * k_unit).to(dtype)
         if TMA:  # TMA reads the cache's rows past the end as they are
             k = tl.where((kv_idx < Nk)[:, None], k, 0.0)
         if TMA:

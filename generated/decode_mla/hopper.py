@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Gluon's TMA copies have other names since Triton 3.8.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-    tma_load = tma.async_load
-    tma_store = tma.async_store
+    _tma_load = tma.async_load
+    _tma_store = tma.async_store
 else:
-    tma_load = tma.async_copy_global_to_shared
-    tma_store = tma.async_copy_shared_to_global
+    _tma_load = tma.async_copy_global_to_shared
+    _tma_store = tma.async_copy_shared_to_global
 
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -35,13 +35,13 @@ HALF_V = gl.constexpr(256)
 
 
 @gluon.constexpr_function
-def layout_of(columns):
+def _layout_of(columns):
     # The wgmma accumulator layout of a tile of ROWS rows, in the four warps of a consumer.
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def barrier_arrive(barrier, THREADS: gl.constexpr):
+def _barrier_arrive(barrier, THREADS: gl.constexpr):
     # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
     # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
@@ -52,7 +52,7 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_arrive_early(barrier, THREADS: gl.constexpr):
+def _barrier_arrive_early(barrier, THREADS: gl.constexpr):
     # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
     # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
@@ -62,7 +62,7 @@ def barrier_arrive_early(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_sync(barrier, THREADS: gl.constexpr):
+def _barrier_sync(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all other threads have arrived.
     gl.inline_asm_elementwise(
         "barrier.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1
@@ -70,7 +70,7 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def pinned_moves_ptx(count):
+def _pinned_moves_ptx(count):
     # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
     # runs. ptxas does not know that, and moves no instruction past the branch.
     first, *more = range(count, 2 * count)
@@ -82,43 +82,43 @@ def pinned_moves_ptx(count):
 
 
 @gluon.constexpr_function
-def pinned_moves_constraints(count):
-    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+def _pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `_pinned_moves_ptx`.
     return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
-def pin_before_wait(x, NUMBERS: gl.constexpr):
+def _pin_before_wait(x, NUMBERS: gl.constexpr):
     # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
     return gl.inline_asm_elementwise(
-        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+        _pinned_moves_ptx(NUMBERS), _pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
     )
 
 
 @gluon.constexpr_function
-def shared_layout(rows, columns, dtype):
+def _shared_layout(rows, columns, dtype):
     # The shared-memory layout that wgmma reads.
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 @gluon.jit
-def opaque_zero():
+def _opaque_zero():
     # A zero that the compiler cannot see through: values that depend on it are computed here, not before the loop.
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def row_max(x):
+def _row_max(x):
     # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
-PARTIALS = gl.constexpr(8)  # partial sums of each row
+_PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 
 @gluon.constexpr_function
-def partials_layout():
+def _partials_layout():
     # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
     # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
@@ -126,21 +126,21 @@ def partials_layout():
 
 
 @gluon.jit
-def partial_sums(x, LAYOUT: gl.constexpr):
+def _partial_sums(x, LAYOUT: gl.constexpr):
     # Partial sums of each row, each over every eighth column. A thread adds only its own columns.
     return gl.convert_layout(
-        gl.sum(x.reshape([ROWS, x.shape[1] // PARTIALS, PARTIALS]), 1), LAYOUT, assert_trivial=True
+        gl.sum(x.reshape([ROWS, x.shape[1] // _PARTIALS, _PARTIALS]), 1), LAYOUT, assert_trivial=True
     )
 
 
 @gluon.jit
-def row_vector(x, LAYOUT: gl.constexpr):
+def _row_vector(x, LAYOUT: gl.constexpr):
     # A vector with one value per row, in the layout of the rows of LAYOUT.
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def pack(x, dtype: gl.constexpr):
+def _pack(x, dtype: gl.constexpr):
     # x in the element type, two values per 32-bit register. The compiler does not move it to its use, as it would a
     # cast.
     even, odd = x.reshape([ROWS, x.shape[1] // 2, 2]).split()
@@ -149,7 +149,7 @@ def pack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack(x, dtype: gl.constexpr):
+def _unpack(x, dtype: gl.constexpr):
     # The packed values as a tile of the element type.
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
@@ -158,15 +158,15 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
+def _next_stage(stage, phase, STAGES: gl.constexpr):
     # The stage after this one, and the phase of its barrier.
     last = stage + 1 == STAGES
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def fetch_next(counter):
-    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+def _fetch_next(counter):
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `_broadcast`, which reads the
     # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
@@ -176,7 +176,7 @@ def fetch_next(counter):
 
 
 @gluon.jit
-def broadcast(ticket):
+def _broadcast(ticket):
     # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
@@ -184,16 +184,16 @@ def broadcast(ticket):
 
 
 @gluon.jit
-def reset(counter):
+def _reset(counter):
     # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
     # program to end sets both to 0 for the next launch.
-    if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
+    if _broadcast(_fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
 
 @gluon.jit
-def launch_dependents():
+def _launch_dependents():
     # Let programs of the next launch start; they wait for the end of this one. There is nothing left to load.
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
@@ -201,7 +201,7 @@ def launch_dependents():
 
 
 @gluon.jit
-def rematerialize(x):
+def _rematerialize(x):
     # Return x, which the compiler cannot see through: values that depend on it are computed here, not before the loop
     # over tiles.
     x = gl.to_tensor(x)
@@ -213,69 +213,69 @@ def rematerialize(x):
 
 
 @gluon.constexpr_function
-def lengths_layout():
+def _lengths_layout():
     # The layout of the lengths of 128 sequences in a warp.
     return gl.BlockedLayout([4], [32], [1], [0])
 
 
 @gluon.jit
-def keys_of(length, Nc, Nn):
+def _keys_of(length, Nc, Nn):
     # The number of keys of a sequence in the cache: `length` before the call, and the Nn new ones.
     return gl.minimum(Nc, gl.maximum(0, length + Nn))
 
 
 @gluon.jit
-def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
+def _work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
     # Units of work of sequences `at`: tiles of 64 keys that their queries visit; at least one, if
     # there is a key.
-    Nk = keys_of(gl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
+    Nk = _keys_of(gl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
     return gl.where(at < B, gl.maximum(gl.cdiv(Nk, 64), gl.minimum(1, Nk)), 0)
 
 
 @gluon.jit
-def split_size(CACHE_SEQLENS, first_work, B, items, Nc, Nn):
+def _split_size(CACHE_SEQLENS, first_work, B, items, Nc, Nn):
     # The most units of work of a split. items // 4 splits run at a time, as one wave. There are as
     # many waves as splits of 64 units would take, and splits are just short enough to fill
     # them. first_work: the work of the first 128 sequences.
     total, wanted = gl.sum(first_work, 0), gl.sum(gl.cdiv(first_work, 64), 0)
     for first in range(128, B, 128):
-        work = work_of(CACHE_SEQLENS, first + gl.arange(0, 128, layout=lengths_layout()), B, items, Nc, Nn)
+        work = _work_of(CACHE_SEQLENS, first + gl.arange(0, 128, layout=_lengths_layout()), B, items, Nc, Nn)
         total += gl.sum(work, 0)
         wanted += gl.sum(gl.cdiv(work, 64), 0)
     busy = gl.maximum(1, items // 4)
-    waves = gl.minimum(4, gl.maximum(1, gl.cdiv(wanted, busy)))
-    fitting = gl.maximum(1, waves * busy - B // 2)
+    _waves = gl.minimum(4, gl.maximum(1, gl.cdiv(wanted, busy)))
+    fitting = gl.maximum(1, _waves * busy - B // 2)
     return gl.maximum(1, gl.maximum(gl.cdiv(total, gl.maximum(1, items - B)), gl.cdiv(total, fitting)))
 
 
 @gluon.jit
-def total_splits(CACHE_SEQLENS, first_work, unit, B, items, Nc, Nn):
+def _total_splits(CACHE_SEQLENS, first_work, unit, B, items, Nc, Nn):
     # The number of splits of all sequences.
     splits = gl.sum(gl.cdiv(first_work, unit), 0)
     for first in range(128, B, 128):
-        work = work_of(CACHE_SEQLENS, first + gl.arange(0, 128, layout=lengths_layout()), B, items, Nc, Nn)
+        work = _work_of(CACHE_SEQLENS, first + gl.arange(0, 128, layout=_lengths_layout()), B, items, Nc, Nn)
         splits += gl.sum(gl.cdiv(work, unit), 0)
     return splits
 
 
 @gluon.jit
-def portion(n, i, num_splits):
-    # How many of n things the first i splits have. The first n % num_splits of them have one more than the others.
-    return i * (n // num_splits) + gl.minimum(i, n % num_splits)
+def _portion(n, i, num_KV_splits):
+    # How many of n things the first i splits have. The first n % num_KV_splits of them have one more than the others.
+    return i * (n // num_KV_splits) + gl.minimum(i, n % num_KV_splits)
 
 
 @gluon.jit
-def plus(a, b):
+def _plus(a, b):
     # The combine function of a running sum.
     return a + b
 
 
 @gluon.jit
-def passed_splits(work, first, item, unit, before, B):
+def _passed_splits(work, first, item, unit, before, B):
     # For 128 sequences with `work`: how many end at or before split `item`; the number of splits up to the last
     # sequence; the end of the last sequence that ends there, and the first end after it. Ends are numbers of splits.
-    at = first + gl.arange(0, 128, layout=lengths_layout())
-    ends = before + gl.associative_scan(gl.cdiv(work, unit), 0, plus)
+    at = first + gl.arange(0, 128, layout=_lengths_layout())
+    ends = before + gl.associative_scan(gl.cdiv(work, unit), 0, _plus)
     passed = ends <= item
     sequences = gl.sum(gl.where(passed & (at < B), 1, 0), 0)
     return (
@@ -287,13 +287,13 @@ def passed_splits(work, first, item, unit, before, B):
 
 
 @gluon.jit
-def split_of(CACHE_SEQLENS, first_work, item, unit, B, items, Nc, Nn):
+def _split_of(CACHE_SEQLENS, first_work, item, unit, B, items, Nc, Nn):
     # Split `item` of all: its sequence, its number there, the sequence's number of splits, and the splits of earlier
     # sequences.
-    b, before, first_item, end = passed_splits(first_work, 0, item, unit, 0, B)
+    b, before, first_item, end = _passed_splits(first_work, 0, item, unit, 0, B)
     for first in range(128, B, 128):
-        work = work_of(CACHE_SEQLENS, first + gl.arange(0, 128, layout=lengths_layout()), B, items, Nc, Nn)
-        more, before, its_first, its_end = passed_splits(work, first, item, unit, before, B)
+        work = _work_of(CACHE_SEQLENS, first + gl.arange(0, 128, layout=_lengths_layout()), B, items, Nc, Nn)
+        more, before, its_first, its_end = _passed_splits(work, first, item, unit, before, B)
         b += more
         first_item = gl.maximum(first_item, its_first)
         end = gl.minimum(end, its_end)
@@ -301,7 +301,7 @@ def split_of(CACHE_SEQLENS, first_work, item, unit, B, items, Nc, Nn):
 
 
 @gluon.jit
-def zero_out_of_bounds(tile, left):
+def _zero_out_of_bounds(tile, left):
     # Zero the rows of a tile from `left` on, which are past the end of the sequence; 64 columns at a time, to take few
     # registers.
     AT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -314,13 +314,13 @@ def zero_out_of_bounds(tile, left):
 
 
 @gluon.jit
-def write_index(number, stage):
+def _write_index(number, stage):
     # Pass an integer to all consumers.
     stage.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
 
 
 @gluon.jit
-def read_index(stage, WARPS: gl.constexpr = 4):
+def _read_index(stage, WARPS: gl.constexpr = 4):
     # Read the integer that was passed, in a warp group of WARPS warps.
     return gl.max(stage.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
@@ -337,48 +337,48 @@ PERSISTENT = {"decode": 1}
 @gluon.jit
 def decode_producer(
     Q, Q_ROPE, K, K_ROPE, CACHE_SEQLENS, PAGE_TABLE, queries, B, items, Nc, Nn, Nq,
-    stride_page_table_b, q_rope_smem, q_rope_full, q_rope_empty, q_left_smem, q_left_full,
-    q_left_empty, q_right_smem, q_right_full, q_right_empty, k_left_even_smem, k_left_even_full,
-    k_right_even_smem, k_right_even_full, k_rope_even_smem, k_rope_even_full, k_left_odd_smem,
-    k_left_odd_full, k_right_odd_smem, k_right_odd_full, k_rope_odd_smem, k_rope_odd_full,
-    work_smem, work_full, work_empty, COUNTER,
+    stride_page_table_b, Q_ROPE_smem, Q_ROPE_full, Q_ROPE_empty, Q_left_smem, Q_left_full,
+    Q_left_empty, Q_right_smem, Q_right_full, Q_right_empty, K_left_even_smem, K_left_even_full,
+    K_right_even_smem, K_right_even_full, K_ROPE_even_smem, K_ROPE_even_full, K_left_odd_smem,
+    K_left_odd_full, K_right_odd_smem, K_right_odd_full, K_ROPE_odd_smem, K_ROPE_odd_full,
+    Work_smem, Work_full, Work_empty, COUNTER,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_rope_phase = 1
-    q_left_phase = 1
-    q_right_phase = 1
-    k_left_even_loads = 0
-    k_right_even_loads = 0
-    k_rope_even_loads = 0
-    k_left_odd_loads = 0
-    k_right_odd_loads = 0
-    k_rope_odd_loads = 0
-    work_stage, work_phase = 0, 1
-    queries = rematerialize(queries)
-    B = rematerialize(B)
-    items = rematerialize(items)
-    Nc = rematerialize(Nc)
-    Nn = rematerialize(Nn)
-    Nq = rematerialize(Nq)
-    stride_page_table_b = rematerialize(stride_page_table_b)
+    Q_ROPE_phase = 1
+    Q_left_phase = 1
+    Q_right_phase = 1
+    K_left_even_loads = 0
+    K_right_even_loads = 0
+    K_ROPE_even_loads = 0
+    K_left_odd_loads = 0
+    K_right_odd_loads = 0
+    K_ROPE_odd_loads = 0
+    Work_stage, Work_phase = 0, 1
+    queries = _rematerialize(queries)
+    B = _rematerialize(B)
+    items = _rematerialize(items)
+    Nc = _rematerialize(Nc)
+    Nn = _rematerialize(Nn)
+    Nq = _rematerialize(Nq)
+    stride_page_table_b = _rematerialize(stride_page_table_b)
     q_tiles = gl.cdiv(Nq, BLOCK_Q)
-    first_work = work_of(CACHE_SEQLENS, gl.arange(0, 128, layout=lengths_layout()), B, items, Nc, Nn)
-    unit = split_size(CACHE_SEQLENS, first_work, B, items, Nc, Nn)
-    places = total_splits(CACHE_SEQLENS, first_work, unit, B, items, Nc, Nn) * q_tiles
+    first_work = _work_of(CACHE_SEQLENS, gl.arange(0, 128, layout=_lengths_layout()), B, items, Nc, Nn)
+    unit = _split_size(CACHE_SEQLENS, first_work, B, items, Nc, Nn)
+    places = _total_splits(CACHE_SEQLENS, first_work, unit, B, items, Nc, Nn) * q_tiles
     pid = gl.program_id(0)
     pid = gl.where(pid < places, pid, -1)
     while pid >= 0:
-        queries = rematerialize(queries)
-        B = rematerialize(B)
-        items = rematerialize(items)
-        Nc = rematerialize(Nc)
-        Nn = rematerialize(Nn)
-        Nq = rematerialize(Nq)
-        stride_page_table_b = rematerialize(stride_page_table_b)
-        b, kv_split, num_splits, first_item = split_of(
+        queries = _rematerialize(queries)
+        B = _rematerialize(B)
+        items = _rematerialize(items)
+        Nc = _rematerialize(Nc)
+        Nn = _rematerialize(Nn)
+        Nq = _rematerialize(Nq)
+        stride_page_table_b = _rematerialize(stride_page_table_b)
+        b, KV_split, num_KV_splits, first_item = _split_of(
         CACHE_SEQLENS,
         first_work,
         pid // q_tiles,
@@ -389,38 +389,38 @@ def decode_producer(
         Nn,
     )
         q_start = (pid % q_tiles) * BLOCK_Q
-        Nk = keys_of(gl.load(CACHE_SEQLENS + b), Nc, Nn)
+        Nk = _keys_of(gl.load(CACHE_SEQLENS + b), Nc, Nn)
         kv_end = gl.cdiv(Nk, BLOCK_KV)
         kv_full_end = gl.maximum(0, 1 + Nk - queries) // BLOCK_KV
-        kv_full_from = portion(kv_full_end, kv_split, num_splits)
-        kv_full_to = portion(kv_full_end, 1 + kv_split, num_splits)
-        kv_partial_from = kv_full_end + portion(kv_end - kv_full_end, kv_split, num_splits)
-        kv_partial_to = kv_full_end + portion(kv_end - kv_full_end, 1 + kv_split, num_splits)
-        mbarrier.wait(work_empty.index(work_stage), work_phase)
-        write_index(q_start, work_smem.index(9 * work_stage))
-        write_index(kv_split, work_smem.index(9 * work_stage + 1))
-        write_index(b, work_smem.index(9 * work_stage + 2))
-        write_index(first_item, work_smem.index(9 * work_stage + 3))
-        write_index(Nk, work_smem.index(9 * work_stage + 4))
-        write_index(kv_full_from, work_smem.index(9 * work_stage + 5))
-        write_index(kv_full_to, work_smem.index(9 * work_stage + 6))
-        write_index(kv_partial_from, work_smem.index(9 * work_stage + 7))
-        write_index(kv_partial_to, work_smem.index(9 * work_stage + 8))
-        mbarrier.arrive(work_full.index(work_stage), count=1)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        ticket = fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
-        mbarrier.wait(q_rope_empty.index(0), q_rope_phase)
-        mbarrier.expect(q_rope_full.index(0), BLOCK_Q * D_ROPE * 2)
-        tma_load(Q_ROPE, [b, 0, q_start, 0], q_rope_full.index(0), q_rope_smem.index(0))
-        q_rope_phase ^= 1
-        mbarrier.wait(q_left_empty.index(0), q_left_phase)
-        mbarrier.expect(q_left_full.index(0), BLOCK_Q * HALF_V * 2)
-        tma_load(Q, [b, 0, q_start, 0], q_left_full.index(0), q_left_smem.index(0))
-        q_left_phase ^= 1
-        mbarrier.wait(q_right_empty.index(0), q_right_phase)
-        mbarrier.expect(q_right_full.index(0), BLOCK_Q * HALF_V * 2)
-        tma_load(Q, [b, 0, q_start, HALF_V], q_right_full.index(0), q_right_smem.index(0))
-        q_right_phase ^= 1
+        kv_full_from = _portion(kv_full_end, KV_split, num_KV_splits)
+        kv_full_to = _portion(kv_full_end, 1 + KV_split, num_KV_splits)
+        kv_partial_from = kv_full_end + _portion(kv_end - kv_full_end, KV_split, num_KV_splits)
+        kv_partial_to = kv_full_end + _portion(kv_end - kv_full_end, 1 + KV_split, num_KV_splits)
+        mbarrier.wait(Work_empty.index(Work_stage), Work_phase)
+        _write_index(q_start, Work_smem.index(9 * Work_stage))
+        _write_index(KV_split, Work_smem.index(9 * Work_stage + 1))
+        _write_index(b, Work_smem.index(9 * Work_stage + 2))
+        _write_index(first_item, Work_smem.index(9 * Work_stage + 3))
+        _write_index(Nk, Work_smem.index(9 * Work_stage + 4))
+        _write_index(kv_full_from, Work_smem.index(9 * Work_stage + 5))
+        _write_index(kv_full_to, Work_smem.index(9 * Work_stage + 6))
+        _write_index(kv_partial_from, Work_smem.index(9 * Work_stage + 7))
+        _write_index(kv_partial_to, Work_smem.index(9 * Work_stage + 8))
+        mbarrier.arrive(Work_full.index(Work_stage), count=1)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        ticket = _fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
+        mbarrier.wait(Q_ROPE_empty.index(0), Q_ROPE_phase)
+        mbarrier.expect(Q_ROPE_full.index(0), BLOCK_Q * D_ROPE * 2)
+        _tma_load(Q_ROPE, [b, 0, q_start, 0], Q_ROPE_full.index(0), Q_ROPE_smem.index(0))
+        Q_ROPE_phase ^= 1
+        mbarrier.wait(Q_left_empty.index(0), Q_left_phase)
+        mbarrier.expect(Q_left_full.index(0), BLOCK_Q * HALF_V * 2)
+        _tma_load(Q, [b, 0, q_start, 0], Q_left_full.index(0), Q_left_smem.index(0))
+        Q_left_phase ^= 1
+        mbarrier.wait(Q_right_empty.index(0), Q_right_phase)
+        mbarrier.expect(Q_right_full.index(0), BLOCK_Q * HALF_V * 2)
+        _tma_load(Q, [b, 0, q_start, HALF_V], Q_right_full.index(0), Q_right_smem.index(0))
+        Q_right_phase ^= 1
         partial_tiles = kv_partial_to - kv_partial_from
         full_tiles = kv_full_to - kv_full_from
         tiles = partial_tiles + full_tiles
@@ -434,31 +434,31 @@ def decode_producer(
                 mask=kv_start < Nk,
                 other=0,
             )
-            if k_rope_even_loads >= 1:
-                barrier_sync(7, 160)  # the stage is free
-            mbarrier.expect(k_rope_even_full.index(0), BLOCK_KV * D_ROPE * 2)
-            tma_load(
+            if K_ROPE_even_loads >= 1:
+                _barrier_sync(7, 160)  # the stage is free
+            mbarrier.expect(K_ROPE_even_full.index(0), BLOCK_KV * D_ROPE * 2)
+            _tma_load(
                 K_ROPE,
                 [page_even, 0, 0, 0],
-                k_rope_even_full.index(0),
-                k_rope_even_smem.index(0),
+                K_ROPE_even_full.index(0),
+                K_ROPE_even_smem.index(0),
             )
-            k_rope_even_loads += 1
-            if k_left_even_loads >= 1:
-                barrier_sync(5, 160)  # the stage is free
-            mbarrier.expect(k_left_even_full.index(0), BLOCK_KV * HALF_V * 2)
-            tma_load(K, [page_even, 0, 0, 0], k_left_even_full.index(0), k_left_even_smem.index(0))
-            k_left_even_loads += 1
-            if k_right_even_loads >= 1:
-                barrier_sync(6, 288)  # the stage is free
-            mbarrier.expect(k_right_even_full.index(0), BLOCK_KV * HALF_V * 2)
-            tma_load(
+            K_ROPE_even_loads += 1
+            if K_left_even_loads >= 1:
+                _barrier_sync(5, 160)  # the stage is free
+            mbarrier.expect(K_left_even_full.index(0), BLOCK_KV * HALF_V * 2)
+            _tma_load(K, [page_even, 0, 0, 0], K_left_even_full.index(0), K_left_even_smem.index(0))
+            K_left_even_loads += 1
+            if K_right_even_loads >= 1:
+                _barrier_sync(6, 288)  # the stage is free
+            mbarrier.expect(K_right_even_full.index(0), BLOCK_KV * HALF_V * 2)
+            _tma_load(
                 K,
                 [page_even, 0, 0, HALF_V],
-                k_right_even_full.index(0),
-                k_right_even_smem.index(0),
+                K_right_even_full.index(0),
+                K_right_even_smem.index(0),
             )
-            k_right_even_loads += 1
+            K_right_even_loads += 1
             if at + 1 < tiles:
                 # the loads of an odd tile
                 kv_tile = gl.where(
@@ -472,107 +472,107 @@ def decode_producer(
                     mask=kv_start < Nk,
                     other=0,
                 )
-                if k_rope_odd_loads >= 1:
-                    barrier_sync(10, 160)  # the stage is free
-                mbarrier.expect(k_rope_odd_full.index(0), BLOCK_KV * D_ROPE * 2)
-                tma_load(
+                if K_ROPE_odd_loads >= 1:
+                    _barrier_sync(10, 160)  # the stage is free
+                mbarrier.expect(K_ROPE_odd_full.index(0), BLOCK_KV * D_ROPE * 2)
+                _tma_load(
                     K_ROPE,
                     [page_odd, 0, 0, 0],
-                    k_rope_odd_full.index(0),
-                    k_rope_odd_smem.index(0),
+                    K_ROPE_odd_full.index(0),
+                    K_ROPE_odd_smem.index(0),
                 )
-                k_rope_odd_loads += 1
-                if k_right_odd_loads >= 1:
-                    barrier_sync(9, 160)  # the stage is free
-                mbarrier.expect(k_right_odd_full.index(0), BLOCK_KV * HALF_V * 2)
-                tma_load(
+                K_ROPE_odd_loads += 1
+                if K_right_odd_loads >= 1:
+                    _barrier_sync(9, 160)  # the stage is free
+                mbarrier.expect(K_right_odd_full.index(0), BLOCK_KV * HALF_V * 2)
+                _tma_load(
                     K,
                     [page_odd, 0, 0, HALF_V],
-                    k_right_odd_full.index(0),
-                    k_right_odd_smem.index(0),
+                    K_right_odd_full.index(0),
+                    K_right_odd_smem.index(0),
                 )
-                k_right_odd_loads += 1
-                if k_left_odd_loads >= 1:
-                    barrier_sync(8, 288)  # the stage is free
-                mbarrier.expect(k_left_odd_full.index(0), BLOCK_KV * HALF_V * 2)
-                tma_load(K, [page_odd, 0, 0, 0], k_left_odd_full.index(0), k_left_odd_smem.index(0))
-                k_left_odd_loads += 1
-        pid = broadcast(ticket) + gl.num_programs(0)
+                K_right_odd_loads += 1
+                if K_left_odd_loads >= 1:
+                    _barrier_sync(8, 288)  # the stage is free
+                mbarrier.expect(K_left_odd_full.index(0), BLOCK_KV * HALF_V * 2)
+                _tma_load(K, [page_odd, 0, 0, 0], K_left_odd_full.index(0), K_left_odd_smem.index(0))
+                K_left_odd_loads += 1
+        pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < places, pid, -1)
-    mbarrier.wait(work_empty.index(work_stage), work_phase)
-    write_index(-1, work_smem.index(9 * work_stage))
-    mbarrier.arrive(work_full.index(work_stage), count=1)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-    launch_dependents()
-    reset(COUNTER)
-    mbarrier.wait(q_left_empty.index(0), q_left_phase)
-    mbarrier.wait(q_right_empty.index(0), q_right_phase)
-    mbarrier.wait(q_rope_empty.index(0), q_rope_phase)
-    if k_left_even_loads > 0:
-        barrier_sync(5, 160)
-    if k_right_even_loads > 0:
-        barrier_sync(6, 288)
-    if k_rope_even_loads > 0:
-        barrier_sync(7, 160)
-    if k_left_odd_loads > 0:
-        barrier_sync(8, 288)
-    if k_right_odd_loads > 0:
-        barrier_sync(9, 160)
-    if k_rope_odd_loads > 0:
-        barrier_sync(10, 160)
+    mbarrier.wait(Work_empty.index(Work_stage), Work_phase)
+    _write_index(-1, Work_smem.index(9 * Work_stage))
+    mbarrier.arrive(Work_full.index(Work_stage), count=1)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+    _launch_dependents()
+    _reset(COUNTER)
+    mbarrier.wait(Q_left_empty.index(0), Q_left_phase)
+    mbarrier.wait(Q_right_empty.index(0), Q_right_phase)
+    mbarrier.wait(Q_ROPE_empty.index(0), Q_ROPE_phase)
+    if K_left_even_loads > 0:
+        _barrier_sync(5, 160)
+    if K_right_even_loads > 0:
+        _barrier_sync(6, 288)
+    if K_ROPE_even_loads > 0:
+        _barrier_sync(7, 160)
+    if K_left_odd_loads > 0:
+        _barrier_sync(8, 288)
+    if K_right_odd_loads > 0:
+        _barrier_sync(9, 160)
+    if K_ROPE_odd_loads > 0:
+        _barrier_sync(10, 160)
     for _ in gl.static_range(2):
-        mbarrier.wait(work_empty.index(work_stage), work_phase)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        mbarrier.wait(Work_empty.index(Work_stage), Work_phase)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
 
 
 @gluon.jit
 def decode_left(
-    Q, O_PARTIAL, LSE2_PARTIAL, scale, queries, Nq, stride_o_partial_i, stride_o_partial_n,
-    stride_lse2_partial_i, q_rope_smem, q_rope_full, q_rope_empty, q_left_smem, q_left_full,
-    q_left_empty, q_right_smem, q_right_full, q_right_empty, k_left_even_smem, k_left_even_full,
-    k_right_even_smem, k_right_even_full, k_rope_even_smem, k_rope_even_full, k_left_odd_smem,
-    k_left_odd_full, p_smem, m_smem, alpha_smem, l_left_smem, l_left_full, l_left_empty,
-    l_right_smem, l_right_full, l_right_empty, work_smem, work_full, work_empty,
+    Q, Q_ROPE, O_PARTIAL, LSE2_PARTIAL, scale, queries, Nq, stride_o_partial_i, stride_o_partial_n,
+    stride_lse2_partial_i, Q_ROPE_smem, Q_ROPE_full, Q_ROPE_empty, Q_left_smem, Q_left_full,
+    Q_left_empty, Q_right_smem, Q_right_full, Q_right_empty, K_left_even_smem, K_left_even_full,
+    K_right_even_smem, K_right_even_full, K_ROPE_even_smem, K_ROPE_even_full, K_left_odd_smem,
+    K_left_odd_full, P_smem, M_smem, ALPHA_smem, L_left_smem, L_left_full, L_left_empty,
+    L_right_smem, L_right_full, L_right_empty, Work_smem, Work_full, Work_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(HALF_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(HALF_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
+    _PARTIALS_LAYOUT: gl.constexpr = _partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     left_v = gl.arange(0, HALF_V, layout=gl.SliceLayout(0, ACC))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = Q.dtype
-    k_left_even_phase = 0
-    k_left_odd_phase = 0
-    l_left_phase = 1
-    l_right_phase = 0
-    work_stage, work_phase = 0, 0
-    queries = rematerialize(queries)
-    Nq = rematerialize(Nq)
-    stride_lse2_partial_i = rematerialize(stride_lse2_partial_i)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    q_start = read_index(work_smem.index(9 * work_stage))
+    K_left_even_phase = 0
+    K_left_odd_phase = 0
+    L_left_phase = 1
+    L_right_phase = 0
+    Work_stage, Work_phase = 0, 0
+    queries = _rematerialize(queries)
+    Nq = _rematerialize(Nq)
+    stride_lse2_partial_i = _rematerialize(stride_lse2_partial_i)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    q_start = _read_index(Work_smem.index(9 * Work_stage))
     while q_start >= 0:
-        queries = rematerialize(queries)
-        Nq = rematerialize(Nq)
-        stride_lse2_partial_i = rematerialize(stride_lse2_partial_i)
-        Nk = read_index(work_smem.index(9 * work_stage + 4))
-        kv_full_from = read_index(work_smem.index(9 * work_stage + 5))
-        kv_full_to = read_index(work_smem.index(9 * work_stage + 6))
-        kv_partial_from = read_index(work_smem.index(9 * work_stage + 7))
-        kv_partial_to = read_index(work_smem.index(9 * work_stage + 8))
+        queries = _rematerialize(queries)
+        Nq = _rematerialize(Nq)
+        stride_lse2_partial_i = _rematerialize(stride_lse2_partial_i)
+        Nk = _read_index(Work_smem.index(9 * Work_stage + 4))
+        kv_full_from = _read_index(Work_smem.index(9 * Work_stage + 5))
+        kv_full_to = _read_index(Work_smem.index(9 * Work_stage + 6))
+        kv_partial_from = _read_index(Work_smem.index(9 * Work_stage + 7))
+        kv_partial_to = _read_index(Work_smem.index(9 * Work_stage + 8))
         q_idx = q_start + q_off
         qk_scale = LOG2E * scale
-        mbarrier.wait(q_left_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
-        mbarrier.wait(q_right_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
-        mbarrier.wait(q_rope_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(Q_left_full.index(0), Work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(Q_right_full.index(0), Work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(Q_ROPE_full.index(0), Work_stage)  # the phase flips once per work tile, as this stage does
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
+        l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         acc = gl.full([ROWS, HALF_V], 0.0, gl.float32, ACC)
         partial_tiles = kv_partial_to - kv_partial_from
         full_tiles = kv_full_to - kv_full_from
@@ -580,165 +580,170 @@ def decode_left(
         # partial tiles, then full tiles, two per iteration
         for at in range(0, tiles, 2):
             # an even tile: its scores, its weights, and their product
-            mbarrier.wait(k_rope_even_full.index(0), k_left_even_phase)
-            k_rope = k_rope_even_smem.index(opaque_zero()).reshape([BLOCK_KV, D_ROPE])
-            q_rope_remat = q_rope_smem.index(opaque_zero()).reshape([BLOCK_Q, D_ROPE])
+            mbarrier.wait(K_ROPE_even_full.index(0), K_left_even_phase)
+            k_rope = K_ROPE_even_smem.index(_opaque_zero()).reshape([BLOCK_KV, D_ROPE])
+            q_rope_ADDR = Q_ROPE_smem.index(_opaque_zero()).reshape([BLOCK_Q, D_ROPE])
             s_rope_flight = warpgroup_mma(
-                q_rope_remat,
+                q_rope_ADDR,
                 k_rope.permute((1, 0)),
                 gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(k_left_even_full.index(0), k_left_even_phase)
-            k = k_left_even_smem.index(opaque_zero()).reshape([BLOCK_KV, HALF_V])
-            q_remat = q_left_smem.index(opaque_zero()).reshape([BLOCK_Q, HALF_V])
-            s_own_flight = warpgroup_mma(q_remat, k.permute((1, 0)), s_rope_flight, is_async=True)
-            mbarrier.wait(k_right_even_full.index(0), k_left_even_phase)
-            k_other = k_right_even_smem.index(opaque_zero()).reshape([BLOCK_KV, HALF_V])
-            q_other_remat = q_right_smem.index(opaque_zero()).reshape([BLOCK_Q, HALF_V])
+            mbarrier.wait(K_left_even_full.index(0), K_left_even_phase)
+            k = K_left_even_smem.index(_opaque_zero()).reshape([BLOCK_KV, HALF_V])
+            q_ADDR = Q_left_smem.index(_opaque_zero()).reshape([BLOCK_Q, HALF_V])
+            s_own_flight = warpgroup_mma(q_ADDR, k.permute((1, 0)), s_rope_flight, is_async=True)
+            mbarrier.wait(K_right_even_full.index(0), K_left_even_phase)
+            k_other = K_right_even_smem.index(_opaque_zero()).reshape([BLOCK_KV, HALF_V])
+            q_other_ADDR = Q_right_smem.index(_opaque_zero()).reshape([BLOCK_Q, HALF_V])
             s_flight = warpgroup_mma(
-                q_other_remat,
+                q_other_ADDR,
                 k_other.permute((1, 0)),
                 s_own_flight,
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            barrier_arrive_early(7, 160)
+            _barrier_arrive_early(7, 160)
             if at < partial_tiles:
                 kv_tile = kv_partial_from + at
                 kv_start = kv_tile * BLOCK_KV
                 kv_idx = kv_start + kv_off
                 s = gl.where((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :], s, float("-inf"))
                 if Nk - kv_start < BLOCK_KV:  # the sequence ends in this tile
-                    zero_out_of_bounds(k, Nk - kv_start)
-                    zero_out_of_bounds(k_other, Nk - kv_start)
+                    _zero_out_of_bounds(k, Nk - kv_start)
+                    _zero_out_of_bounds(k_other, Nk - kv_start)
                     fence_async_shared()
-                    barrier_sync(14, 128)  # all threads of the warp group have zeroed their part
-            barrier_arrive_early(6, 288)
-            m_new = gl.maximum(m, row_max(s))
+                    _barrier_sync(14, 128)  # all threads of the warp group have zeroed their part
+            _barrier_arrive_early(6, 288)
+            m_new = gl.maximum(m, _row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
-            weights = pack(p, dtype)
-            p_sum = partial_sums(p, PARTIALS_LAYOUT)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-            l = p_sum + l * soft_alpha_partials[:, None]
-            p_smem.index(0).store(unpack(weights, dtype))
-            m_smem.index(0).store(m_new)
-            alpha_smem.index(0).store(alpha)
+            weights = _pack(p, dtype)
+            p_sum = _partial_sums(p, _PARTIALS_LAYOUT)
+            soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+            l = p_sum + l * soft_alpha_PARTIALS[:, None]
+            P_smem.index(0).store(_unpack(weights, dtype))
+            M_smem.index(0).store(m_new)
+            ALPHA_smem.index(0).store(alpha)
             fence_async_shared()
-            barrier_arrive_early(11, 256)  # the other warp group may read them now
-            soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-            rescaled = acc * soft_alpha_acc[:, None]
-            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            _barrier_arrive_early(11, 256)  # the other warp group may read them now
+            soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+            rescaled = acc * soft_alpha_ACC[:, None]
+            weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             acc_next_flight = warpgroup_mma(weights_operand, k, rescaled, is_async=True)
-            l = pin_before_wait(l, 4)
+            l = _pin_before_wait(l, 4)
             acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_next_flight, weights_operand])
-            barrier_arrive_early(5, 160)
-            k_left_even_phase ^= 1
+            _barrier_arrive_early(5, 160)
+            K_left_even_phase ^= 1
             m = m_new
             if at + 1 < tiles:
                 # an odd tile: the product of the weights that the right warp group has computed
-                barrier_sync(12, 256)  # the other warp group has written it
-                p_peer = p_smem.index(0)
-                m_peer = m_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer = alpha_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, PARTIALS_LAYOUT))
-                l = l * alpha_peer_partials[:, None]
-                alpha_peer_acc = gl.convert_layout(alpha_peer, gl.SliceLayout(1, ACC))
-                rescaled_peer = acc * alpha_peer_acc[:, None]
-                mbarrier.wait(k_left_odd_full.index(0), k_left_odd_phase)
-                v_peer = k_left_odd_smem.index(opaque_zero()).reshape([BLOCK_KV, HALF_V])
-                acc_next_peer_flight = warpgroup_mma(p_peer, v_peer, rescaled_peer, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc_next_peer_flight])
-                barrier_arrive_early(8, 288)
-                k_left_odd_phase ^= 1
-                m = m_peer
-        mbarrier.arrive(q_left_empty.index(0), count=1)
-        mbarrier.arrive(q_right_empty.index(0), count=1)
-        mbarrier.arrive(q_rope_empty.index(0), count=1)
+                _barrier_sync(12, 256)  # the other warp group has written it
+                p_RECEIVED = P_smem.index(0)
+                m_RECEIVED = M_smem.index(0).load(gl.SliceLayout(1, SCORES))
+                alpha_RECEIVED = ALPHA_smem.index(0).load(gl.SliceLayout(1, SCORES))
+                alpha_RECEIVED_PARTIALS = gl.convert_layout(alpha_RECEIVED, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+                l = l * alpha_RECEIVED_PARTIALS[:, None]
+                alpha_RECEIVED_ACC = gl.convert_layout(alpha_RECEIVED, gl.SliceLayout(1, ACC))
+                rescaled_RECEIVED = acc * alpha_RECEIVED_ACC[:, None]
+                mbarrier.wait(K_left_odd_full.index(0), K_left_odd_phase)
+                v_RECEIVED = K_left_odd_smem.index(_opaque_zero()).reshape([BLOCK_KV, HALF_V])
+                acc_next_RECEIVED_flight = warpgroup_mma(
+                    p_RECEIVED,
+                    v_RECEIVED,
+                    rescaled_RECEIVED,
+                    is_async=True,
+                )
+                acc = warpgroup_mma_wait(0, deps=[acc_next_RECEIVED_flight])
+                _barrier_arrive_early(8, 288)
+                K_left_odd_phase ^= 1
+                m = m_RECEIVED
+        mbarrier.arrive(Q_left_empty.index(0), count=1)
+        mbarrier.arrive(Q_right_empty.index(0), count=1)
+        mbarrier.arrive(Q_ROPE_empty.index(0), count=1)
         # the tile's coordinates, read again: no registers held them
-        q_start = read_index(work_smem.index(9 * work_stage))
-        kv_split = read_index(work_smem.index(9 * work_stage + 1))
-        first_item = read_index(work_smem.index(9 * work_stage + 3))
+        q_start = _read_index(Work_smem.index(9 * Work_stage))
+        KV_split = _read_index(Work_smem.index(9 * Work_stage + 1))
+        first_item = _read_index(Work_smem.index(9 * Work_stage + 3))
         q_idx = q_start + q_off
-        keys_l = row_vector(gl.sum(l, 1), SCORES)
-        mbarrier.wait(l_left_empty.index(0), l_left_phase)  # the stage is free
-        l_left_smem.index(0).store(keys_l)
+        keys_l = _row_vector(gl.sum(l, 1), SCORES)
+        mbarrier.wait(L_left_empty.index(0), L_left_phase)  # the stage is free
+        L_left_smem.index(0).store(keys_l)
         fence_async_shared()
-        mbarrier.arrive(l_left_full.index(0), count=1)
-        l_left_phase ^= 1
-        mbarrier.wait(l_right_full.index(0), l_right_phase)
-        l_other = l_right_smem.index(0).load(gl.SliceLayout(1, SCORES))
-        mbarrier.arrive(l_right_empty.index(0), count=1)
-        l_right_phase ^= 1
+        mbarrier.arrive(L_left_full.index(0), count=1)
+        L_left_phase ^= 1
+        mbarrier.wait(L_right_full.index(0), L_right_phase)
+        l_other = L_right_smem.index(0).load(gl.SliceLayout(1, SCORES))
+        mbarrier.arrive(L_right_empty.index(0), count=1)
+        L_right_phase ^= 1
         l_all = l_other + keys_l
         inv_l = gl.where(l_all > 0, 1.0 / l_all, 0)
-        inv_l_acc = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
-        o_split = acc * inv_l_acc[:, None]
-        O_PARTIAL_head_left = O_PARTIAL + gl.cast(first_item + kv_split, gl.int64) * stride_o_partial_i
+        inv_l_ACC = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
+        o_partial = acc * inv_l_ACC[:, None]
+        O_PARTIAL_head_left = O_PARTIAL + gl.cast(KV_split + first_item, gl.int64) * stride_o_partial_i
         gl.store(
             O_PARTIAL_head_left + ((q_start + q_rows).to(gl.int64)[:, None] * stride_o_partial_n + left_v[None, :]),
-            o_split,
+            o_partial,
             mask=(q_start + q_rows < Nq)[:, None],
         )
-        lse2_split = gl.where(l_all > 0, m * qk_scale + gl.log2(l_all), float("-inf"))
-        LSE2_PARTIAL_head_left = LSE2_PARTIAL + gl.cast(first_item + kv_split, gl.int64) * stride_lse2_partial_i
-        gl.store(LSE2_PARTIAL_head_left + q_start + q_off, lse2_split, mask=q_idx < Nq)
-        mbarrier.arrive(work_empty.index(work_stage), count=1)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        q_start = read_index(work_smem.index(9 * work_stage))
-    mbarrier.arrive(work_empty.index(work_stage), count=1)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        lse2_partial = gl.where(l_all > 0, m * qk_scale + gl.log2(l_all), float("-inf"))
+        LSE2_PARTIAL_head_left = LSE2_PARTIAL + gl.cast(KV_split + first_item, gl.int64) * stride_lse2_partial_i
+        gl.store(LSE2_PARTIAL_head_left + q_start + q_off, lse2_partial, mask=q_idx < Nq)
+        mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        q_start = _read_index(Work_smem.index(9 * Work_stage))
+    mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
 
 
 @gluon.jit
 def decode_right(
-    Q, O_PARTIAL, scale, queries, Nq, stride_o_partial_i, stride_o_partial_n, q_rope_smem,
-    q_rope_full, q_rope_empty, q_left_smem, q_left_full, q_left_empty, q_right_smem, q_right_full,
-    q_right_empty, k_right_even_smem, k_right_even_full, k_left_odd_smem, k_left_odd_full,
-    k_right_odd_smem, k_right_odd_full, k_rope_odd_smem, k_rope_odd_full, p_smem, m_smem,
-    alpha_smem, l_left_smem, l_left_full, l_left_empty, l_right_smem, l_right_full, l_right_empty,
-    work_smem, work_full, work_empty,
+    Q, Q_ROPE, O_PARTIAL, scale, queries, Nq, stride_o_partial_i, stride_o_partial_n, Q_ROPE_smem,
+    Q_ROPE_full, Q_ROPE_empty, Q_left_smem, Q_left_full, Q_left_empty, Q_right_smem, Q_right_full,
+    Q_right_empty, K_right_even_smem, K_right_even_full, K_left_odd_smem, K_left_odd_full,
+    K_right_odd_smem, K_right_odd_full, K_ROPE_odd_smem, K_ROPE_odd_full, P_smem, M_smem,
+    ALPHA_smem, L_left_smem, L_left_full, L_left_empty, L_right_smem, L_right_full, L_right_empty,
+    Work_smem, Work_full, Work_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(HALF_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(HALF_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
+    _PARTIALS_LAYOUT: gl.constexpr = _partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     right_v = HALF_V + gl.arange(0, HALF_V, layout=gl.SliceLayout(0, ACC))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = Q.dtype
-    k_right_even_phase = 0
-    k_right_odd_phase = 0
-    l_left_phase = 0
-    l_right_phase = 1
-    work_stage, work_phase = 0, 0
-    queries = rematerialize(queries)
-    Nq = rematerialize(Nq)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    q_start = read_index(work_smem.index(9 * work_stage))
+    K_right_even_phase = 0
+    K_right_odd_phase = 0
+    L_left_phase = 0
+    L_right_phase = 1
+    Work_stage, Work_phase = 0, 0
+    queries = _rematerialize(queries)
+    Nq = _rematerialize(Nq)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    q_start = _read_index(Work_smem.index(9 * Work_stage))
     while q_start >= 0:
-        queries = rematerialize(queries)
-        Nq = rematerialize(Nq)
-        Nk = read_index(work_smem.index(9 * work_stage + 4))
-        kv_full_from = read_index(work_smem.index(9 * work_stage + 5))
-        kv_full_to = read_index(work_smem.index(9 * work_stage + 6))
-        kv_partial_from = read_index(work_smem.index(9 * work_stage + 7))
-        kv_partial_to = read_index(work_smem.index(9 * work_stage + 8))
+        queries = _rematerialize(queries)
+        Nq = _rematerialize(Nq)
+        Nk = _read_index(Work_smem.index(9 * Work_stage + 4))
+        kv_full_from = _read_index(Work_smem.index(9 * Work_stage + 5))
+        kv_full_to = _read_index(Work_smem.index(9 * Work_stage + 6))
+        kv_partial_from = _read_index(Work_smem.index(9 * Work_stage + 7))
+        kv_partial_to = _read_index(Work_smem.index(9 * Work_stage + 8))
         q_idx = q_start + q_off
         qk_scale = LOG2E * scale
-        mbarrier.wait(q_right_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
-        mbarrier.wait(q_left_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
-        mbarrier.wait(q_rope_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
+        mbarrier.wait(Q_right_full.index(0), Work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(Q_left_full.index(0), Work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(Q_ROPE_full.index(0), Work_stage)  # the phase flips once per work tile, as this stage does
+        l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         acc = gl.full([ROWS, HALF_V], 0.0, gl.float32, ACC)
         partial_tiles = kv_partial_to - kv_partial_from
         full_tiles = kv_full_to - kv_full_from
@@ -748,125 +753,135 @@ def decode_right(
             if at + 1 < tiles:
                 # an odd tile, as even ones are on the left; its softmax overlaps with the product of the even tile
                 # before
-                mbarrier.wait(k_rope_odd_full.index(0), k_right_odd_phase)
-                k_rope = k_rope_odd_smem.index(opaque_zero()).reshape([BLOCK_KV, D_ROPE])
-                q_rope_remat = q_rope_smem.index(opaque_zero()).reshape([BLOCK_Q, D_ROPE])
+                mbarrier.wait(K_ROPE_odd_full.index(0), K_right_odd_phase)
+                k_rope = K_ROPE_odd_smem.index(_opaque_zero()).reshape([BLOCK_KV, D_ROPE])
+                q_rope_ADDR = Q_ROPE_smem.index(_opaque_zero()).reshape([BLOCK_Q, D_ROPE])
                 s_rope_flight = warpgroup_mma(
-                    q_rope_remat,
+                    q_rope_ADDR,
                     k_rope.permute((1, 0)),
                     gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
                     use_acc=False,
                     is_async=True,
                 )
-                mbarrier.wait(k_right_odd_full.index(0), k_right_odd_phase)
-                k = k_right_odd_smem.index(opaque_zero()).reshape([BLOCK_KV, HALF_V])
-                q_remat = q_right_smem.index(opaque_zero()).reshape([BLOCK_Q, HALF_V])
-                s_own_flight = warpgroup_mma(q_remat, k.permute((1, 0)), s_rope_flight, is_async=True)
-                mbarrier.wait(k_left_odd_full.index(0), k_right_odd_phase)
-                k_other = k_left_odd_smem.index(opaque_zero()).reshape([BLOCK_KV, HALF_V])
-                q_other_remat = q_left_smem.index(opaque_zero()).reshape([BLOCK_Q, HALF_V])
+                mbarrier.wait(K_right_odd_full.index(0), K_right_odd_phase)
+                k = K_right_odd_smem.index(_opaque_zero()).reshape([BLOCK_KV, HALF_V])
+                q_ADDR = Q_right_smem.index(_opaque_zero()).reshape([BLOCK_Q, HALF_V])
+                s_own_flight = warpgroup_mma(q_ADDR, k.permute((1, 0)), s_rope_flight, is_async=True)
+                mbarrier.wait(K_left_odd_full.index(0), K_right_odd_phase)
+                k_other = K_left_odd_smem.index(_opaque_zero()).reshape([BLOCK_KV, HALF_V])
+                q_other_ADDR = Q_left_smem.index(_opaque_zero()).reshape([BLOCK_Q, HALF_V])
                 s_flight = warpgroup_mma(
-                    q_other_remat,
+                    q_other_ADDR,
                     k_other.permute((1, 0)),
                     s_own_flight,
                     is_async=True,
                 )
                 s = warpgroup_mma_wait(0, deps=[s_flight])
-                barrier_arrive_early(10, 160)
-                barrier_sync(11, 256)  # the other warp group has written it
-                p_peer = p_smem.index(0)
-                m_peer = m_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer = alpha_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, PARTIALS_LAYOUT))
-                l_next_peer = l * alpha_peer_partials[:, None]
-                alpha_peer_acc = gl.convert_layout(alpha_peer, gl.SliceLayout(1, ACC))
-                rescaled_peer = acc * alpha_peer_acc[:, None]
-                mbarrier.wait(k_right_even_full.index(0), k_right_even_phase)
-                v_peer = k_right_even_smem.index(opaque_zero()).reshape([BLOCK_KV, HALF_V])
-                acc_next_peer_flight = warpgroup_mma(p_peer, v_peer, rescaled_peer, is_async=True)
+                _barrier_arrive_early(10, 160)
+                _barrier_sync(11, 256)  # the other warp group has written it
+                p_RECEIVED = P_smem.index(0)
+                m_RECEIVED = M_smem.index(0).load(gl.SliceLayout(1, SCORES))
+                alpha_RECEIVED = ALPHA_smem.index(0).load(gl.SliceLayout(1, SCORES))
+                alpha_RECEIVED_PARTIALS = gl.convert_layout(alpha_RECEIVED, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+                l_next_RECEIVED = l * alpha_RECEIVED_PARTIALS[:, None]
+                alpha_RECEIVED_ACC = gl.convert_layout(alpha_RECEIVED, gl.SliceLayout(1, ACC))
+                rescaled_RECEIVED = acc * alpha_RECEIVED_ACC[:, None]
+                mbarrier.wait(K_right_even_full.index(0), K_right_even_phase)
+                v_RECEIVED = K_right_even_smem.index(_opaque_zero()).reshape([BLOCK_KV, HALF_V])
+                acc_next_RECEIVED_flight = warpgroup_mma(
+                    p_RECEIVED,
+                    v_RECEIVED,
+                    rescaled_RECEIVED,
+                    is_async=True,
+                )
                 if at + 1 < partial_tiles:
                     kv_tile = kv_partial_from + at + 1
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
                     s = gl.where((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :], s, float("-inf"))
                     if Nk - kv_start < BLOCK_KV:  # the sequence ends in this tile
-                        zero_out_of_bounds(k, Nk - kv_start)
-                        zero_out_of_bounds(k_other, Nk - kv_start)
+                        _zero_out_of_bounds(k, Nk - kv_start)
+                        _zero_out_of_bounds(k_other, Nk - kv_start)
                         fence_async_shared()
-                        barrier_sync(15, 128)  # all threads of the warp group have zeroed their part
-                barrier_arrive_early(8, 288)
-                m_new = gl.maximum(m_peer, row_max(s))
+                        _barrier_sync(15, 128)  # all threads of the warp group have zeroed their part
+                _barrier_arrive_early(8, 288)
+                m_new = gl.maximum(m_RECEIVED, _row_max(s))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
                 p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
-                alpha = gl.exp2((m_peer - m_seen) * qk_scale)
-                weights = pack(p, dtype)
-                p_sum = partial_sums(p, PARTIALS_LAYOUT)
-                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-                l = p_sum + l_next_peer * soft_alpha_partials[:, None]
-                l = pin_before_wait(l, 4)
-                acc_next_peer = warpgroup_mma_wait(0, deps=[acc_next_peer_flight])
-                barrier_arrive_early(6, 288)
-                k_right_even_phase ^= 1
-                p_smem.index(0).store(unpack(weights, dtype))
-                m_smem.index(0).store(m_new)
-                alpha_smem.index(0).store(alpha)
+                alpha = gl.exp2((m_RECEIVED - m_seen) * qk_scale)
+                weights = _pack(p, dtype)
+                p_sum = _partial_sums(p, _PARTIALS_LAYOUT)
+                soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+                l = p_sum + l_next_RECEIVED * soft_alpha_PARTIALS[:, None]
+                l = _pin_before_wait(l, 4)
+                acc_next_RECEIVED = warpgroup_mma_wait(0, deps=[acc_next_RECEIVED_flight])
+                _barrier_arrive_early(6, 288)
+                K_right_even_phase ^= 1
+                P_smem.index(0).store(_unpack(weights, dtype))
+                M_smem.index(0).store(m_new)
+                ALPHA_smem.index(0).store(alpha)
                 fence_async_shared()
-                barrier_arrive_early(12, 256)  # the other warp group may read them now
-                soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-                rescaled = acc_next_peer * soft_alpha_acc[:, None]
-                weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+                _barrier_arrive_early(12, 256)  # the other warp group may read them now
+                soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+                rescaled = acc_next_RECEIVED * soft_alpha_ACC[:, None]
+                weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
                 acc_next_flight = warpgroup_mma(weights_operand, k, rescaled, is_async=True)
                 acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_next_flight, weights_operand])
-                barrier_arrive_early(9, 160)
-                k_right_odd_phase ^= 1
+                _barrier_arrive_early(9, 160)
+                K_right_odd_phase ^= 1
             else:
                 # a last even tile: the product of the weights that the left warp group has computed
-                barrier_sync(11, 256)  # the other warp group has written it
-                p_peer = p_smem.index(0)
-                alpha_peer = alpha_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, PARTIALS_LAYOUT))
-                l = l * alpha_peer_partials[:, None]
-                alpha_peer_acc = gl.convert_layout(alpha_peer, gl.SliceLayout(1, ACC))
-                rescaled_peer = acc * alpha_peer_acc[:, None]
-                mbarrier.wait(k_right_even_full.index(0), k_right_even_phase)
-                v_peer = k_right_even_smem.index(opaque_zero()).reshape([BLOCK_KV, HALF_V])
-                acc_next_peer_flight = warpgroup_mma(p_peer, v_peer, rescaled_peer, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc_next_peer_flight])
-                barrier_arrive_early(6, 288)
-                k_right_even_phase ^= 1
-        mbarrier.arrive(q_right_empty.index(0), count=1)
-        mbarrier.arrive(q_left_empty.index(0), count=1)
-        mbarrier.arrive(q_rope_empty.index(0), count=1)
+                _barrier_sync(11, 256)  # the other warp group has written it
+                p_RECEIVED = P_smem.index(0)
+                alpha_RECEIVED = ALPHA_smem.index(0).load(gl.SliceLayout(1, SCORES))
+                alpha_RECEIVED_PARTIALS = gl.convert_layout(alpha_RECEIVED, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+                l = l * alpha_RECEIVED_PARTIALS[:, None]
+                alpha_RECEIVED_ACC = gl.convert_layout(alpha_RECEIVED, gl.SliceLayout(1, ACC))
+                rescaled_RECEIVED = acc * alpha_RECEIVED_ACC[:, None]
+                mbarrier.wait(K_right_even_full.index(0), K_right_even_phase)
+                v_RECEIVED = K_right_even_smem.index(_opaque_zero()).reshape([BLOCK_KV, HALF_V])
+                acc_next_RECEIVED_flight = warpgroup_mma(
+                    p_RECEIVED,
+                    v_RECEIVED,
+                    rescaled_RECEIVED,
+                    is_async=True,
+                )
+                acc = warpgroup_mma_wait(0, deps=[acc_next_RECEIVED_flight])
+                _barrier_arrive_early(6, 288)
+                K_right_even_phase ^= 1
+        mbarrier.arrive(Q_right_empty.index(0), count=1)
+        mbarrier.arrive(Q_left_empty.index(0), count=1)
+        mbarrier.arrive(Q_ROPE_empty.index(0), count=1)
         # the tile's coordinates, read again: no registers held them
-        q_start = read_index(work_smem.index(9 * work_stage))
-        kv_split = read_index(work_smem.index(9 * work_stage + 1))
-        first_item = read_index(work_smem.index(9 * work_stage + 3))
-        keys_l = row_vector(gl.sum(l, 1), SCORES)
-        mbarrier.wait(l_right_empty.index(0), l_right_phase)  # the stage is free
-        l_right_smem.index(0).store(keys_l)
+        q_start = _read_index(Work_smem.index(9 * Work_stage))
+        KV_split = _read_index(Work_smem.index(9 * Work_stage + 1))
+        first_item = _read_index(Work_smem.index(9 * Work_stage + 3))
+        keys_l = _row_vector(gl.sum(l, 1), SCORES)
+        mbarrier.wait(L_right_empty.index(0), L_right_phase)  # the stage is free
+        L_right_smem.index(0).store(keys_l)
         fence_async_shared()
-        mbarrier.arrive(l_right_full.index(0), count=1)
-        l_right_phase ^= 1
-        mbarrier.wait(l_left_full.index(0), l_left_phase)
-        l_other = l_left_smem.index(0).load(gl.SliceLayout(1, SCORES))
-        mbarrier.arrive(l_left_empty.index(0), count=1)
-        l_left_phase ^= 1
+        mbarrier.arrive(L_right_full.index(0), count=1)
+        L_right_phase ^= 1
+        mbarrier.wait(L_left_full.index(0), L_left_phase)
+        l_other = L_left_smem.index(0).load(gl.SliceLayout(1, SCORES))
+        mbarrier.arrive(L_left_empty.index(0), count=1)
+        L_left_phase ^= 1
         l_all = l_other + keys_l
         inv_l = gl.where(l_all > 0, 1.0 / l_all, 0)
-        inv_l_acc = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
-        o_split = acc * inv_l_acc[:, None]
-        O_PARTIAL_head_right = O_PARTIAL + gl.cast(first_item + kv_split, gl.int64) * stride_o_partial_i
+        inv_l_ACC = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
+        o_partial = acc * inv_l_ACC[:, None]
+        O_PARTIAL_head_right = O_PARTIAL + gl.cast(KV_split + first_item, gl.int64) * stride_o_partial_i
         gl.store(
             O_PARTIAL_head_right + ((q_start + q_rows).to(gl.int64)[:, None] * stride_o_partial_n + right_v[None, :]),
-            o_split,
+            o_partial,
             mask=(q_start + q_rows < Nq)[:, None],
         )
-        mbarrier.arrive(work_empty.index(work_stage), count=1)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        q_start = read_index(work_smem.index(9 * work_stage))
-    mbarrier.arrive(work_empty.index(work_stage), count=1)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        q_start = _read_index(Work_smem.index(9 * Work_stage))
+    mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
 
 
 @gluon.jit(do_not_specialize=["B", "items", "Nc", "Nn", "Nq", "stride_lse2_partial_i", "TILES"])
@@ -883,73 +898,73 @@ def decode(
 ):
     # Forward of few queries with a KV cache: one program per split of a sequence's keys, with the queries of a group of
     # heads as rows.
-    q_rope_smem = gl.allocate_shared_memory(Q_ROPE.dtype, [1, 1, 1, BLOCK_Q, D_ROPE], Q_ROPE.layout)
-    q_rope_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_rope_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_left_smem = gl.allocate_shared_memory(Q.dtype, [1, 1, 1, BLOCK_Q, HALF_V], Q.layout)
-    q_left_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_left_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_right_smem = gl.allocate_shared_memory(Q.dtype, [1, 1, 1, BLOCK_Q, HALF_V], Q.layout)
-    q_right_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_right_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_left_even_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
-    k_left_even_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_right_even_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
-    k_right_even_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_rope_even_smem = gl.allocate_shared_memory(K_ROPE.dtype, [1, 1, 1, BLOCK_KV, D_ROPE], K_ROPE.layout)
-    k_rope_even_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_left_odd_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
-    k_left_odd_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_right_odd_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
-    k_right_odd_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_rope_odd_smem = gl.allocate_shared_memory(K_ROPE.dtype, [1, 1, 1, BLOCK_KV, D_ROPE], K_ROPE.layout)
-    k_rope_odd_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    p_smem = gl.allocate_shared_memory(Q.dtype, [1, BLOCK_Q, BLOCK_KV], shared_layout(BLOCK_Q, BLOCK_KV, Q.dtype))
-    m_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    alpha_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    l_left_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    l_left_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    l_left_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    l_right_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    l_right_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    l_right_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    work_smem = gl.allocate_shared_memory(gl.int32, [9 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(1):
-        mbarrier.init(q_rope_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(q_left_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(q_right_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(k_left_even_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(k_right_even_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(k_rope_even_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(k_left_odd_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(k_right_odd_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(k_rope_odd_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(q_rope_empty.index(stage), count=2)
-    for stage in gl.static_range(1):
-        mbarrier.init(q_left_empty.index(stage), count=2)
-    for stage in gl.static_range(1):
-        mbarrier.init(q_right_empty.index(stage), count=2)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_empty.index(stage), count=2)
-    for stage in gl.static_range(1):
-        mbarrier.init(l_left_full.index(stage), count=1)
-        mbarrier.init(l_left_empty.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(l_right_full.index(stage), count=1)
-        mbarrier.init(l_right_empty.index(stage), count=1)
+    Q_ROPE_smem = gl.allocate_shared_memory(Q_ROPE.dtype, [1, 1, 1, BLOCK_Q, D_ROPE], Q_ROPE.layout)
+    Q_ROPE_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    Q_ROPE_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    Q_left_smem = gl.allocate_shared_memory(Q.dtype, [1, 1, 1, BLOCK_Q, HALF_V], Q.layout)
+    Q_left_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    Q_left_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    Q_right_smem = gl.allocate_shared_memory(Q.dtype, [1, 1, 1, BLOCK_Q, HALF_V], Q.layout)
+    Q_right_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    Q_right_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    K_left_even_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
+    K_left_even_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    K_right_even_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
+    K_right_even_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    K_ROPE_even_smem = gl.allocate_shared_memory(K_ROPE.dtype, [1, 1, 1, BLOCK_KV, D_ROPE], K_ROPE.layout)
+    K_ROPE_even_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    K_left_odd_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
+    K_left_odd_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    K_right_odd_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, HALF_V], K.layout)
+    K_right_odd_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    K_ROPE_odd_smem = gl.allocate_shared_memory(K_ROPE.dtype, [1, 1, 1, BLOCK_KV, D_ROPE], K_ROPE.layout)
+    K_ROPE_odd_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    P_smem = gl.allocate_shared_memory(Q.dtype, [1, BLOCK_Q, BLOCK_KV], _shared_layout(BLOCK_Q, BLOCK_KV, Q.dtype))
+    M_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ALPHA_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    L_left_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    L_left_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    L_left_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    L_right_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    L_right_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    L_right_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    Work_smem = gl.allocate_shared_memory(gl.int32, [9 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(1):
+        mbarrier.init(Q_ROPE_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(Q_left_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(Q_right_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(K_left_even_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(K_right_even_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(K_ROPE_even_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(K_left_odd_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(K_right_odd_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(K_ROPE_odd_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(Q_ROPE_empty.index(at), count=2)
+    for at in gl.static_range(1):
+        mbarrier.init(Q_left_empty.index(at), count=2)
+    for at in gl.static_range(1):
+        mbarrier.init(Q_right_empty.index(at), count=2)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_empty.index(at), count=2)
+    for at in gl.static_range(1):
+        mbarrier.init(L_left_full.index(at), count=1)
+        mbarrier.init(L_left_empty.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(L_right_full.index(at), count=1)
+        mbarrier.init(L_right_empty.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -957,38 +972,39 @@ def decode(
             (
                 decode_left,
                 (
-                    Q, O_PARTIAL, LSE2_PARTIAL, scale, queries, Nq, stride_o_partial_i,
-                    stride_o_partial_n, stride_lse2_partial_i, q_rope_smem, q_rope_full,
-                    q_rope_empty, q_left_smem, q_left_full, q_left_empty, q_right_smem,
-                    q_right_full, q_right_empty, k_left_even_smem, k_left_even_full,
-                    k_right_even_smem, k_right_even_full, k_rope_even_smem, k_rope_even_full,
-                    k_left_odd_smem, k_left_odd_full, p_smem, m_smem, alpha_smem, l_left_smem,
-                    l_left_full, l_left_empty, l_right_smem, l_right_full, l_right_empty, work_smem,
-                    work_full, work_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    Q, Q_ROPE, O_PARTIAL, LSE2_PARTIAL, scale, queries, Nq, stride_o_partial_i,
+                    stride_o_partial_n, stride_lse2_partial_i, Q_ROPE_smem, Q_ROPE_full,
+                    Q_ROPE_empty, Q_left_smem, Q_left_full, Q_left_empty, Q_right_smem,
+                    Q_right_full, Q_right_empty, K_left_even_smem, K_left_even_full,
+                    K_right_even_smem, K_right_even_full, K_ROPE_even_smem, K_ROPE_even_full,
+                    K_left_odd_smem, K_left_odd_full, P_smem, M_smem, ALPHA_smem, L_left_smem,
+                    L_left_full, L_left_empty, L_right_smem, L_right_full, L_right_empty, Work_smem,
+                    Work_full, Work_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
             (
                 decode_right,
                 (
-                    Q, O_PARTIAL, scale, queries, Nq, stride_o_partial_i, stride_o_partial_n,
-                    q_rope_smem, q_rope_full, q_rope_empty, q_left_smem, q_left_full, q_left_empty,
-                    q_right_smem, q_right_full, q_right_empty, k_right_even_smem, k_right_even_full,
-                    k_left_odd_smem, k_left_odd_full, k_right_odd_smem, k_right_odd_full,
-                    k_rope_odd_smem, k_rope_odd_full, p_smem, m_smem, alpha_smem, l_left_smem,
-                    l_left_full, l_left_empty, l_right_smem, l_right_full, l_right_empty, work_smem,
-                    work_full, work_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    Q, Q_ROPE, O_PARTIAL, scale, queries, Nq, stride_o_partial_i,
+                    stride_o_partial_n, Q_ROPE_smem, Q_ROPE_full, Q_ROPE_empty, Q_left_smem,
+                    Q_left_full, Q_left_empty, Q_right_smem, Q_right_full, Q_right_empty,
+                    K_right_even_smem, K_right_even_full, K_left_odd_smem, K_left_odd_full,
+                    K_right_odd_smem, K_right_odd_full, K_ROPE_odd_smem, K_ROPE_odd_full, P_smem,
+                    M_smem, ALPHA_smem, L_left_smem, L_left_full, L_left_empty, L_right_smem,
+                    L_right_full, L_right_empty, Work_smem, Work_full, Work_empty, BLOCK_Q,
+                    BLOCK_KV, STAGES, THREADS,
                 ),
             ),
             (
                 decode_producer,
                 (
                     Q, Q_ROPE, K, K_ROPE, CACHE_SEQLENS, PAGE_TABLE, queries, B, items, Nc, Nn, Nq,
-                    stride_page_table_b, q_rope_smem, q_rope_full, q_rope_empty, q_left_smem,
-                    q_left_full, q_left_empty, q_right_smem, q_right_full, q_right_empty,
-                    k_left_even_smem, k_left_even_full, k_right_even_smem, k_right_even_full,
-                    k_rope_even_smem, k_rope_even_full, k_left_odd_smem, k_left_odd_full,
-                    k_right_odd_smem, k_right_odd_full, k_rope_odd_smem, k_rope_odd_full, work_smem,
-                    work_full, work_empty, COUNTER, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    stride_page_table_b, Q_ROPE_smem, Q_ROPE_full, Q_ROPE_empty, Q_left_smem,
+                    Q_left_full, Q_left_empty, Q_right_smem, Q_right_full, Q_right_empty,
+                    K_left_even_smem, K_left_even_full, K_right_even_smem, K_right_even_full,
+                    K_ROPE_even_smem, K_ROPE_even_full, K_left_odd_smem, K_left_odd_full,
+                    K_right_odd_smem, K_right_odd_full, K_ROPE_odd_smem, K_ROPE_odd_full, Work_smem,
+                    Work_full, Work_empty, COUNTER, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
         ],

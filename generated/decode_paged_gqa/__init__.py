@@ -143,7 +143,9 @@ def with_kvcache(
     if unknown:
         runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
-        out, lse = SERVED(q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, SCALE if scale is None else scale)
+        out, lse = CACHE_OPERATORS(
+            q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, SCALE if scale is None else scale,
+        )
         return (out, lse) if return_lse else out
     q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v))
     scale = SCALE if scale is None else RULES.check_scale(scale)
@@ -151,7 +153,7 @@ def with_kvcache(
         runtime.check_data("attention.with_kvcache", runtime.promised_of_cache(caches, cache_seqlens, page_table, new))
     of_cache = (cache_seqlens, page_table)
     operands = (scale,)
-    out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.call_with_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 
@@ -216,7 +218,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
     _, max_pages = page_table.shape
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     k_cache_strides, v_cache_strides, q_strides = runtime.strides(k_cache, v_cache, q)
     # keys for which a sequence has room in the cache
     Nc = 64 * max_pages
@@ -224,8 +226,8 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 64:
-            # splits of the keys of all sequences, at most
-            items = max(2 * B, 16 * max(1, ((2 * num_sms) // Hkv)))
+            # work items (splits of the keys of all sequences), at most
+            items = max(2 * B, 16 * max(1, ((2 * num_SMs) // Hkv)))
             o_partial = runtime.empty(
                 q,
                 (Hkv, items, Gq, HEAD_DIM_V),
@@ -237,7 +239,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
             DECODE(
-                q, Gq, 2 * num_sms,
+                q, Gq, 2 * num_SMs,
                 (q_rows, k_cache, v_cache, cache_seqlens, page_table, o_partial, lse2_partial),
                 (scale, Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
@@ -270,9 +272,9 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_gqa_dedd8fc34886", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_gqa_d23f204e3e73", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
-SERVED = runtime.CacheOperators(
+CACHE_OPERATORS = runtime.CacheOperators(
     OPERATORS,
     with_kvcache,
     caches=("k_cache", "v_cache"),

@@ -145,7 +145,7 @@ def with_kvcache(
     if unknown:
         runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
-        out, lse = SERVED(
+        out, lse = CACHE_OPERATORS(
             q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, sink, SCALE if scale is None else scale,
         )
         return (out, lse) if return_lse else out
@@ -174,7 +174,7 @@ def with_kvcache(
         )
     of_cache = (cache_seqlens, page_table)
     operands = (sink, scale,)
-    out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.call_with_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 
@@ -227,7 +227,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
     _, max_pages = page_table.shape
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     k_cache_strides, v_cache_strides, q_strides = runtime.strides(k_cache, v_cache, q)
     # keys for which a sequence has room in the cache
     Nc = max_pages * page_rows
@@ -235,7 +235,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 64:
-            # splits of the keys of all sequences, at most
+            # work items (splits of the keys of all sequences), at most
             items = max(1, B * ((Nc + 1023) // 1024))
             o_partial = runtime.empty(
                 q,
@@ -248,7 +248,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
             DECODE(
-                q, Gq, 2 * num_sms,
+                q, Gq, 2 * num_SMs,
                 (q_rows, k_cache, v_cache, cache_seqlens, page_table, o_partial, lse2_partial),
                 (scale, Hkv, Nq, B, items, Nc, Nn, page_rows, Gq),
                 (
@@ -281,9 +281,9 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), dims=("Hq",))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_e81d540a854b", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_1328370a17bc", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
-SERVED = runtime.CacheOperators(
+CACHE_OPERATORS = runtime.CacheOperators(
     OPERATORS,
     with_kvcache,
     caches=("k_cache", "v_cache"),

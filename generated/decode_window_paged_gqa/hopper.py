@@ -20,11 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Gluon's TMA copies have other names since Triton 3.8.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-    tma_load = tma.async_load
-    tma_store = tma.async_store
+    _tma_load = tma.async_load
+    _tma_store = tma.async_store
 else:
-    tma_load = tma.async_copy_global_to_shared
-    tma_store = tma.async_copy_shared_to_global
+    _tma_load = tma.async_copy_global_to_shared
+    _tma_store = tma.async_copy_shared_to_global
 
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -35,13 +35,13 @@ D_V = gl.constexpr(128)
 
 
 @gluon.constexpr_function
-def layout_of(columns):
+def _layout_of(columns):
     # The wgmma accumulator layout of a tile of ROWS rows, in the four warps of a consumer.
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def barrier_arrive(barrier, THREADS: gl.constexpr):
+def _barrier_arrive(barrier, THREADS: gl.constexpr):
     # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
     # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
@@ -52,7 +52,7 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_arrive_early(barrier, THREADS: gl.constexpr):
+def _barrier_arrive_early(barrier, THREADS: gl.constexpr):
     # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
     # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
@@ -62,7 +62,7 @@ def barrier_arrive_early(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_sync(barrier, THREADS: gl.constexpr):
+def _barrier_sync(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all other threads have arrived.
     gl.inline_asm_elementwise(
         "barrier.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1
@@ -70,7 +70,7 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def pinned_moves_ptx(count):
+def _pinned_moves_ptx(count):
     # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
     # runs. ptxas does not know that, and moves no instruction past the branch.
     first, *more = range(count, 2 * count)
@@ -82,31 +82,31 @@ def pinned_moves_ptx(count):
 
 
 @gluon.constexpr_function
-def pinned_moves_constraints(count):
-    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+def _pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `_pinned_moves_ptx`.
     return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
-def pin_before_wait(x, NUMBERS: gl.constexpr):
+def _pin_before_wait(x, NUMBERS: gl.constexpr):
     # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
     return gl.inline_asm_elementwise(
-        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+        _pinned_moves_ptx(NUMBERS), _pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
     )
 
 
 @gluon.jit
-def row_max(x):
+def _row_max(x):
     # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
-PARTIALS = gl.constexpr(8)  # partial sums of each row
+_PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 
 @gluon.constexpr_function
-def partials_layout():
+def _partials_layout():
     # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
     # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
@@ -114,21 +114,21 @@ def partials_layout():
 
 
 @gluon.jit
-def partial_sums(x, LAYOUT: gl.constexpr):
+def _partial_sums(x, LAYOUT: gl.constexpr):
     # Partial sums of each row, each over every eighth column. A thread adds only its own columns.
     return gl.convert_layout(
-        gl.sum(x.reshape([ROWS, x.shape[1] // PARTIALS, PARTIALS]), 1), LAYOUT, assert_trivial=True
+        gl.sum(x.reshape([ROWS, x.shape[1] // _PARTIALS, _PARTIALS]), 1), LAYOUT, assert_trivial=True
     )
 
 
 @gluon.jit
-def row_vector(x, LAYOUT: gl.constexpr):
+def _row_vector(x, LAYOUT: gl.constexpr):
     # A vector with one value per row, in the layout of the rows of LAYOUT.
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def pack(x, dtype: gl.constexpr):
+def _pack(x, dtype: gl.constexpr):
     # x in the element type, two values per 32-bit register. The compiler does not move it to its use, as it would a
     # cast.
     even, odd = x.reshape([ROWS, x.shape[1] // 2, 2]).split()
@@ -137,7 +137,7 @@ def pack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack(x, dtype: gl.constexpr):
+def _unpack(x, dtype: gl.constexpr):
     # The packed values as a tile of the element type.
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
@@ -146,41 +146,41 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def split_halves(x):
+def _split_halves(x):
     # The left and the right half of the columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
+def _next_stage(stage, phase, STAGES: gl.constexpr):
     # The stage after this one, and the phase of its barrier.
     last = stage + 1 == STAGES
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def pin_after_wait(x):
+def _pin_after_wait(x):
     # Return x, which the compiler cannot see through: values that depend on it are computed after the wait before this
     # line.
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def concat_halves(left, right, LAYOUT: gl.constexpr):
+def _concat_halves(left, right, LAYOUT: gl.constexpr):
     # The tile with these halves.
     x = gl.join(left, right).permute(0, 2, 1).reshape([ROWS, 2 * left.shape[1]])
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def rows_of(x, tile):
+def _rows_of(x, tile):
     # A vector with one value per row, in the layout of the rows of a tile.
     return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def fetch_next(counter):
-    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+def _fetch_next(counter):
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `_broadcast`, which reads the
     # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
@@ -190,7 +190,7 @@ def fetch_next(counter):
 
 
 @gluon.jit
-def broadcast(ticket):
+def _broadcast(ticket):
     # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
@@ -198,16 +198,16 @@ def broadcast(ticket):
 
 
 @gluon.jit
-def reset(counter):
+def _reset(counter):
     # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
     # program to end sets both to 0 for the next launch.
-    if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
+    if _broadcast(_fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
 
 @gluon.jit
-def rematerialize(x):
+def _rematerialize(x):
     # Return x, which the compiler cannot see through: values that depend on it are computed here, not before the loop
     # over tiles.
     x = gl.to_tensor(x)
@@ -219,13 +219,13 @@ def rematerialize(x):
 
 
 @gluon.jit
-def write_index(number, stage):
+def _write_index(number, stage):
     # Pass an integer to all consumers.
     stage.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
 
 
 @gluon.jit
-def read_index(stage, WARPS: gl.constexpr = 4):
+def _read_index(stage, WARPS: gl.constexpr = 4):
     # Read the integer that was passed, in a warp group of WARPS warps.
     return gl.max(stage.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
@@ -241,152 +241,152 @@ PERSISTENT = {"fwd": 1}
 
 @gluon.jit
 def fwd_producer(
-    Q, K, V, Hq, group, Nq, Nk, q_smem, q_full, k_smem, k_full, v_smem, v_full, work_smem,
-    work_full, COUNTER, TILES,
+    Q, K, V, Hq, group, Nq, Nk, Q_smem, Q_full, K_smem, K_full, V_smem, V_full, Work_smem,
+    Work_full, COUNTER, TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_stage, q_loads = 0, 0
-    k_stage, k_loads = 0, 0
-    v_stage, v_loads = 0, 0
-    work_stage, work_loads = 0, 0
-    Hq = rematerialize(Hq)
-    group = rematerialize(group)
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
+    Q_stage, Q_loads = 0, 0
+    K_stage, K_loads = 0, 0
+    V_stage, V_loads = 0, 0
+    Work_stage, Work_loads = 0, 0
+    Hq = _rematerialize(Hq)
+    group = _rematerialize(group)
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
     pid = gl.program_id(0)
     while pid >= 0:
-        Hq = rematerialize(Hq)
-        group = rematerialize(group)
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
+        Hq = _rematerialize(Hq)
+        group = _rematerialize(group)
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
         q_tiles = gl.cdiv(Nq, BLOCK_Q)
         first_head = pid // (8 * q_tiles) * 8
-        heads_in_group = gl.minimum(8, TILES // q_tiles - first_head)  # of the swizzle
-        in_group = pid - first_head * q_tiles
-        flat_head = first_head + in_group % heads_in_group
-        q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-        h = flat_head % Hq
-        b = flat_head // Hq
+        _heads_in_group = gl.minimum(8, TILES // q_tiles - first_head)  # of the swizzle
+        _in_group = pid - first_head * q_tiles
+        _flat_head = first_head + _in_group % _heads_in_group
+        q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+        h = _flat_head % Hq
+        b = _flat_head // Hq
         kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
         kv_first = gl.minimum(kv_end, gl.maximum(0, Nk + q_start - 1023 - Nq) // BLOCK_KV)
         kv_full_first = gl.cdiv(gl.maximum(0, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - 1024 - Nq), BLOCK_KV)
         kv_full_end = gl.maximum(kv_full_first, gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
-        if work_loads >= 2:
-            barrier_sync(7 + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-        write_index(q_start, work_smem.index(7 * work_stage))
-        write_index(h, work_smem.index(7 * work_stage + 1))
-        write_index(b, work_smem.index(7 * work_stage + 2))
-        write_index(kv_end, work_smem.index(7 * work_stage + 3))
-        write_index(kv_first, work_smem.index(7 * work_stage + 4))
-        write_index(kv_full_first, work_smem.index(7 * work_stage + 5))
-        write_index(kv_full_end, work_smem.index(7 * work_stage + 6))
-        mbarrier.arrive(work_full.index(work_stage), count=1)
-        work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-        ticket = fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
-        if q_loads >= 2:
-            barrier_sync(5 + q_stage, THREADS)  # the stage is free
+        if Work_loads >= 2:
+            _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _write_index(q_start, Work_smem.index(7 * Work_stage))
+        _write_index(h, Work_smem.index(7 * Work_stage + 1))
+        _write_index(b, Work_smem.index(7 * Work_stage + 2))
+        _write_index(kv_end, Work_smem.index(7 * Work_stage + 3))
+        _write_index(kv_first, Work_smem.index(7 * Work_stage + 4))
+        _write_index(kv_full_first, Work_smem.index(7 * Work_stage + 5))
+        _write_index(kv_full_end, Work_smem.index(7 * Work_stage + 6))
+        mbarrier.arrive(Work_full.index(Work_stage), count=1)
+        Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+        ticket = _fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
+        if Q_loads >= 2:
+            _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
         for copy in gl.static_range(2):
-            mbarrier.expect(q_full.index(2 * q_stage + copy), ROWS * D_QK * 2)
-            tma_load(
+            mbarrier.expect(Q_full.index(2 * Q_stage + copy), ROWS * D_QK * 2)
+            _tma_load(
                 Q,
                 [b, h, q_start + copy * 64, 0],
-                q_full.index(2 * q_stage + copy),
-                q_smem.index(2 * q_stage + copy),
+                Q_full.index(2 * Q_stage + copy),
+                Q_smem.index(2 * Q_stage + copy),
             )
-        q_stage, q_loads = gl.where(q_stage + 1 == 2, 0, q_stage + 1), q_loads + 1
-        # the tiles of one iteration
+        Q_stage, Q_loads = gl.where(Q_stage + 1 == 2, 0, Q_stage + 1), Q_loads + 1
+        # load the tiles that consumers use in one iteration
         for kv_tile in range(kv_first, kv_full_first + (kv_end - kv_full_end)):
             kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
             kv_start = kv_tile * BLOCK_KV
-            if k_loads >= STAGES:
-                barrier_sync(7 + k_stage, THREADS)  # the stage is free
-            mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-            tma_load(K, [b, h // group, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-            k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-            if v_loads >= STAGES:
-                barrier_sync(7 + STAGES + v_stage, THREADS)  # the stage is free
-            mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-            tma_load(V, [b, h // group, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-            v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-        # the tiles of one iteration
+            if K_loads >= STAGES:
+                _barrier_sync(7 + K_stage, THREADS)  # the stage is free
+            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(K, [b, h // group, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+            K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+            if V_loads >= STAGES:
+                _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
+            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            _tma_load(V, [b, h // group, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+            V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+        # load the tiles that consumers use in one iteration
         for kv_tile in range(kv_full_first, kv_full_end):
             kv_start = kv_tile * BLOCK_KV
-            if k_loads >= STAGES:
-                barrier_sync(7 + k_stage, THREADS)  # the stage is free
-            mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-            tma_load(K, [b, h // group, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-            k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-            if v_loads >= STAGES:
-                barrier_sync(7 + STAGES + v_stage, THREADS)  # the stage is free
-            mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-            tma_load(V, [b, h // group, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-            v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-        pid = broadcast(ticket) + gl.num_programs(0)
+            if K_loads >= STAGES:
+                _barrier_sync(7 + K_stage, THREADS)  # the stage is free
+            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(K, [b, h // group, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+            K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+            if V_loads >= STAGES:
+                _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
+            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            _tma_load(V, [b, h // group, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+            V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+        pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
-    if work_loads >= 2:
-        barrier_sync(7 + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-    write_index(-1, work_smem.index(7 * work_stage))
-    mbarrier.arrive(work_full.index(work_stage), count=1)
-    work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-    reset(COUNTER)
-    for _ in range(gl.minimum(q_loads, 2)):
-        q_stage = gl.where(q_stage == 0, 2 - 1, q_stage - 1)
-        barrier_sync(5 + q_stage, THREADS)
-    for _ in range(gl.minimum(k_loads, STAGES)):
-        k_stage = gl.where(k_stage == 0, STAGES - 1, k_stage - 1)
-        barrier_sync(7 + k_stage, THREADS)
-    for _ in range(gl.minimum(v_loads, STAGES)):
-        v_stage = gl.where(v_stage == 0, STAGES - 1, v_stage - 1)
-        barrier_sync(7 + STAGES + v_stage, THREADS)
-    for _ in range(gl.minimum(work_loads, 2)):
-        work_stage = gl.where(work_stage == 0, 2 - 1, work_stage - 1)
-        barrier_sync(7 + STAGES + STAGES + work_stage, THREADS)
+    if Work_loads >= 2:
+        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+    _write_index(-1, Work_smem.index(7 * Work_stage))
+    mbarrier.arrive(Work_full.index(Work_stage), count=1)
+    Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+    _reset(COUNTER)
+    for _ in range(gl.minimum(Q_loads, 2)):
+        Q_stage = gl.where(Q_stage == 0, 2 - 1, Q_stage - 1)
+        _barrier_sync(5 + Q_stage, THREADS)
+    for _ in range(gl.minimum(K_loads, STAGES)):
+        K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
+        _barrier_sync(7 + K_stage, THREADS)
+    for _ in range(gl.minimum(V_loads, STAGES)):
+        V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
+        _barrier_sync(7 + STAGES + V_stage, THREADS)
+    for _ in range(gl.minimum(Work_loads, 2)):
+        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
+        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)
 
 
 @gluon.jit
 def fwd_consumer(
-    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_smem, q_full, k_smem, k_full, v_smem,
-    v_full, work_smem, work_full, o_smem,
+    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, Q_smem, Q_full, K_smem, K_full,
+    V_smem, V_full, Work_smem, Work_full, O_smem,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
+    _PARTIALS_LAYOUT: gl.constexpr = _partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
-    k_stage, k_phase = 0, 0
-    v_stage, v_phase = 0, 0
-    work_stage, work_phase = 0, 0
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
-    stride_lse_b = rematerialize(stride_lse_b)
-    stride_lse_h = rematerialize(stride_lse_h)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    q_start = read_index(work_smem.index(7 * work_stage))
+    K_stage, K_phase = 0, 0
+    V_stage, V_phase = 0, 0
+    Work_stage, Work_phase = 0, 0
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
+    stride_lse_b = _rematerialize(stride_lse_b)
+    stride_lse_h = _rematerialize(stride_lse_h)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    q_start = _read_index(Work_smem.index(7 * Work_stage))
     while q_start >= 0:
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
-        stride_lse_b = rematerialize(stride_lse_b)
-        stride_lse_h = rematerialize(stride_lse_h)
-        kv_end = read_index(work_smem.index(7 * work_stage + 3))
-        kv_first = read_index(work_smem.index(7 * work_stage + 4))
-        kv_full_first = read_index(work_smem.index(7 * work_stage + 5))
-        kv_full_end = read_index(work_smem.index(7 * work_stage + 6))
-        q_start = q_start + WARP_GROUP * ROWS
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
+        stride_lse_b = _rematerialize(stride_lse_b)
+        stride_lse_h = _rematerialize(stride_lse_h)
+        kv_end = _read_index(Work_smem.index(7 * Work_stage + 3))
+        kv_first = _read_index(Work_smem.index(7 * Work_stage + 4))
+        kv_full_first = _read_index(Work_smem.index(7 * Work_stage + 5))
+        kv_full_end = _read_index(Work_smem.index(7 * Work_stage + 6))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
         qk_scale = LOG2E * scale
-        mbarrier.wait(q_full.index(2 * work_stage + WARP_GROUP), work_phase)
-        q = q_smem.index(2 * work_stage + WARP_GROUP).reshape([ROWS, D_QK])
+        mbarrier.wait(Q_full.index(2 * Work_stage + _WARP_GROUP), Work_phase)
+        q = Q_smem.index(2 * Work_stage + _WARP_GROUP).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
+        l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
         partial_tiles = (kv_full_first - kv_first) + (kv_end - kv_full_end)
         full_tiles = kv_full_end - kv_full_first
@@ -398,8 +398,8 @@ def fwd_consumer(
             kv_tile = first_tile
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
-            mbarrier.wait(k_full.index(k_stage), k_phase)
-            k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
+            mbarrier.wait(K_full.index(K_stage), K_phase)
+            k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
                 q,
                 k.permute((1, 0)),
@@ -408,27 +408,27 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            barrier_arrive_early(7 + k_stage, THREADS)
-            k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+            _barrier_arrive_early(7 + K_stage, THREADS)
+            K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
             if Nk + q_start + ROWS - 1024 - Nq > kv_start:
                 s = gl.where(kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None], s, float("-inf"))
             if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
                 s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-            m_new = gl.maximum(m, row_max(s))
+            m_new = gl.maximum(m, _row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
-            weights = pack(p, dtype)
-            p_sum = partial_sums(p, PARTIALS_LAYOUT)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-            l = p_sum + l * soft_alpha_partials[:, None]
-            soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-            acc = acc * soft_alpha_acc[:, None]
+            weights = _pack(p, dtype)
+            p_sum = _partial_sums(p, _PARTIALS_LAYOUT)
+            soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+            l = p_sum + l * soft_alpha_PARTIALS[:, None]
+            soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+            acc = acc * soft_alpha_ACC[:, None]
             m = m_new
             # partial tiles, then full tiles
             for at in range(1, partial_tiles + full_tiles):
-                mbarrier.wait(k_full.index(k_stage), k_phase)
-                k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
+                mbarrier.wait(K_full.index(K_stage), K_phase)
+                k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
                 s_flight = warpgroup_mma(
                     q,
                     k.permute((1, 0)),
@@ -436,13 +436,13 @@ def fwd_consumer(
                     use_acc=False,
                     is_async=True,
                 )
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-                weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+                mbarrier.wait(V_full.index(V_stage), V_phase)
+                v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+                weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
                 acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s_flight])
-                barrier_arrive_early(7 + k_stage, THREADS)
-                k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+                _barrier_arrive_early(7 + K_stage, THREADS)
+                K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
                 if at < partial_tiles:
                     kv_tile = kv_first + at
                     kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
@@ -452,59 +452,59 @@ def fwd_consumer(
                         s = gl.where(kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None], s, float("-inf"))
                     if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
                         s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-                m_new = gl.maximum(m, row_max(s))
+                m_new = gl.maximum(m, _row_max(s))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
                 soft_base = m_seen * qk_scale
                 alpha = gl.exp2((m - m_seen) * qk_scale)
-                soft_halves_left, soft_halves_right = split_halves(s)
-                soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-                p_sum_left = partial_sums(soft_left, PARTIALS_LAYOUT)
-                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
-                l_next_left = p_sum_left + l * soft_alpha_partials[:, None]
-                l_next_left = pin_before_wait(l_next_left, 4)
+                soft_halves_left, soft_halves_right = _split_halves(s)
+                soft_left = gl.exp2(soft_halves_left * qk_scale - _rows_of(soft_base, soft_halves_left))
+                p_sum_left = _partial_sums(soft_left, _PARTIALS_LAYOUT)
+                soft_alpha_PARTIALS = gl.convert_layout(alpha, gl.SliceLayout(1, _PARTIALS_LAYOUT))
+                l_next_left = p_sum_left + l * soft_alpha_PARTIALS[:, None]
+                l_next_left = _pin_before_wait(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-                barrier_arrive_early(7 + STAGES + v_stage, THREADS)
-                v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-                soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-                acc = acc_next * soft_alpha_acc[:, None]
-                soft_base_deferred = pin_after_wait(soft_base)
-                soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-                p_sum_right = partial_sums(soft_right, PARTIALS_LAYOUT)
+                _barrier_arrive_early(7 + STAGES + V_stage, THREADS)
+                V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+                soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+                acc = acc_next * soft_alpha_ACC[:, None]
+                soft_base_deferred = _pin_after_wait(soft_base)
+                soft_right = gl.exp2(soft_halves_right * qk_scale - _rows_of(soft_base_deferred, soft_halves_right))
+                p_sum_right = _partial_sums(soft_right, _PARTIALS_LAYOUT)
                 l = l_next_left + p_sum_right
-                soft_concat = concat_halves(soft_left, soft_right, SCORES)
-                weights = pack(soft_concat, dtype)
+                soft_all = _concat_halves(soft_left, soft_right, SCORES)
+                weights = _pack(soft_all, dtype)
                 m = m_new
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            mbarrier.wait(V_full.index(V_stage), V_phase)
+            v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+            weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
             acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            barrier_arrive_early(7 + STAGES + v_stage, THREADS)
-            v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-        barrier_arrive(5 + work_stage, THREADS)
+            _barrier_arrive_early(7 + STAGES + V_stage, THREADS)
+            V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+        _barrier_arrive(5 + Work_stage, THREADS)
         # the tile's coordinates, read again: no registers held them
-        q_start = read_index(work_smem.index(7 * work_stage))
-        h = read_index(work_smem.index(7 * work_stage + 1))
-        b = read_index(work_smem.index(7 * work_stage + 2))
-        q_start = q_start + WARP_GROUP * ROWS
+        q_start = _read_index(Work_smem.index(7 * Work_stage))
+        h = _read_index(Work_smem.index(7 * Work_stage + 1))
+        b = _read_index(Work_smem.index(7 * Work_stage + 2))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
-        keys_l = row_vector(gl.sum(l, 1), SCORES)
+        keys_l = _row_vector(gl.sum(l, 1), SCORES)
         inv_l = gl.where(keys_l > 0, 1.0 / keys_l, 0)
-        inv_l_acc = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
-        o = (acc * inv_l_acc[:, None]).to(dtype)
+        inv_l_ACC = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
+        o = (acc * inv_l_ACC[:, None]).to(dtype)
         tma.store_wait(0)  # the previous tile's outputs have left the stage
-        o_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(o)
+        O_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(o)
         fence_async_shared()
-        tma_store(O, [b, h, q_start, 0], o_smem.index(WARP_GROUP))
+        _tma_store(O, [b, h, q_start, 0], O_smem.index(_WARP_GROUP))
         lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        barrier_arrive(7 + STAGES + STAGES + work_stage, THREADS)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        q_start = read_index(work_smem.index(7 * work_stage))
-    barrier_arrive(7 + STAGES + STAGES + work_stage, THREADS)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        q_start = _read_index(Work_smem.index(7 * Work_stage))
+    _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     tma.store_wait(0)
 
 
@@ -520,23 +520,23 @@ def fwd(
     STAGES: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, for one query tile of a head.
-    q_smem = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_smem = gl.allocate_shared_memory(gl.int32, [7 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    o_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
-    for stage in gl.static_range(2 * 2):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_full.index(stage), count=1)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
+    K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    Work_smem = gl.allocate_shared_memory(gl.int32, [7 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    O_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
+    for at in gl.static_range(2 * 2):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -544,24 +544,24 @@ def fwd(
             (
                 fwd_consumer,
                 (
-                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_smem, q_full, k_smem,
-                    k_full, v_smem, v_full, work_smem, work_full, o_smem, BLOCK_KV, STAGES, THREADS,
-                    0,
+                    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, Q_smem, Q_full,
+                    K_smem, K_full, V_smem, V_full, Work_smem, Work_full, O_smem, BLOCK_KV, STAGES,
+                    THREADS, 0,
                 ),
             ),
             (
                 fwd_consumer,
                 (
-                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_smem, q_full, k_smem,
-                    k_full, v_smem, v_full, work_smem, work_full, o_smem, BLOCK_KV, STAGES, THREADS,
-                    1,
+                    Q, K, V, O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, Q_smem, Q_full,
+                    K_smem, K_full, V_smem, V_full, Work_smem, Work_full, O_smem, BLOCK_KV, STAGES,
+                    THREADS, 1,
                 ),
             ),
             (
                 fwd_producer,
                 (
-                    Q, K, V, Hq, group, Nq, Nk, q_smem, q_full, k_smem, k_full, v_smem, v_full,
-                    work_smem, work_full, COUNTER, TILES, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    Q, K, V, Hq, group, Nq, Nk, Q_smem, Q_full, K_smem, K_full, V_smem, V_full,
+                    Work_smem, Work_full, COUNTER, TILES, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
         ],

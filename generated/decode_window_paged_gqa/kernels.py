@@ -2,7 +2,8 @@
 
 Tensors are [batch, head, row, head dimension], addressed by strides, with the last dimension contiguous. Tiles of
 queries have BLOCK_Q rows, tiles of keys BLOCK_KV. Statistics and accumulators are fp32; softmax is computed in base 2.
-`combine` combines BLOCK_SPLITS splits of a sequence's keys at a time. Its config is chosen by the rows of all heads and
+`combine` combines BLOCK_KV_splits splits of a sequence's keys at a time. Its config is chosen by the rows of all heads
+and
 sequences.
 """
 
@@ -135,7 +136,7 @@ SCHEDULES = {
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -144,7 +145,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -155,7 +156,7 @@ SCHEDULES = {
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -165,7 +166,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -177,7 +178,7 @@ SCHEDULES = {
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -187,7 +188,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -196,14 +197,14 @@ SCHEDULES = {
             ),
         ),
         ("gfx942", 2): (
-            (512, {"BLOCK_Q": 1, "BLOCK_SPLITS": 16, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
-            (None, {"BLOCK_Q": 1, "BLOCK_SPLITS": 8, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
+            (512, {"BLOCK_Q": 1, "BLOCK_KV_splits": 16, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 1, "BLOCK_KV_splits": 8, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
         ),
         ("any", 2): (
             (
                 512,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 16,
+                "BLOCK_KV_splits": 16,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -212,7 +213,7 @@ SCHEDULES = {
             (
                 None,
                 {"BLOCK_Q": 1,
-                "BLOCK_SPLITS": 8,
+                "BLOCK_KV_splits": 8,
                 "num_warps": 1,
                 "num_stages": 1,
                 "maxnreg": 255,
@@ -251,29 +252,29 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def floor_div(a, b):
+def _floor_div(a, b):
     # a / b rounded down, for b > 0; Triton's // rounds towards zero.
     return tl.where(a < 0, -((b - 1 - a) // b), a // b)
 
 
 @triton.jit
-def floor_mod(a, b):
-    # The remainder of floor_div, never negative. Not a - b * floor_div(a, b), which Triton 3.6 wrongly takes for a
+def _floor_mod(a, b):
+    # The remainder of `_floor_div`, never negative. Not a - b * _floor_div(a, b), which Triton 3.6 wrongly takes for a
     # multiple of b.
     return tl.where(a < 0, b - 1 - ~a % b, a % b)
 
 
 @triton.jit
-def keys_of(length, Nc, Nn):
+def _keys_of(length, Nc, Nn):
     # The number of keys of a sequence in the cache: `length` before the call, and the Nn new ones.
     return tl.minimum(Nc, tl.maximum(0, length + Nn))
 
 
 @triton.jit
-def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
+def _work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
     # Units of work of sequences `at`: tiles of 64 keys that their queries visit; at least one, if
     # there is a key.
-    Nk = keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
+    Nk = _keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
     return tl.where(
         at < B,
         tl.maximum(
@@ -285,35 +286,35 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
 
 
 @triton.jit
-def split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
+def _split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
     # The most units of work of a split. items // 16 splits run at a time, as one wave. There are as
     # many waves as splits of 64 units would take, and splits are just short enough to fill
     # them; a sequence has half a split more than its units make, on average. AT_ONCE lengths are read at a time.
     total, wanted = 0, 0
     for first in range(0, B, AT_ONCE):
-        work = work_of(CACHE_SEQLENS, first + tl.arange(0, AT_ONCE), B, items, Nc, Nn, queries)
+        work = _work_of(CACHE_SEQLENS, first + tl.arange(0, AT_ONCE), B, items, Nc, Nn, queries)
         total += tl.sum(work)
         wanted += tl.sum(tl.cdiv(work, 64))
     busy = tl.maximum(1, items // 16)
-    waves = tl.minimum(16, tl.maximum(1, tl.cdiv(wanted, busy)))
-    fitting = tl.maximum(1, waves * busy - B // 2)
+    _waves = tl.minimum(16, tl.maximum(1, tl.cdiv(wanted, busy)))
+    fitting = tl.maximum(1, _waves * busy - B // 2)
     return tl.maximum(1, tl.maximum(tl.cdiv(total, tl.maximum(1, items - B)), tl.cdiv(total, fitting)))
 
 
 @triton.jit
-def portion(n, i, num_splits):
-    # How many of n things the first i splits have. The first n % num_splits of them have one more than the others.
-    return i * (n // num_splits) + tl.minimum(i, n % num_splits)
+def _portion(n, i, num_KV_splits):
+    # How many of n things the first i splits have. The first n % num_KV_splits of them have one more than the others.
+    return i * (n // num_KV_splits) + tl.minimum(i, n % num_KV_splits)
 
 
 @triton.jit
-def split_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
+def _split_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
     # Split `item` of all: its sequence, its number there, the sequence's number of splits, and the splits of earlier
     # sequences.
     b, before, first_item, end = 0, 0, 0, 2147483647
     for first in range(0, B, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        ends = before + tl.cumsum(tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries), unit), 0)
+        ends = before + tl.cumsum(tl.cdiv(_work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries), unit), 0)
         passed = ends <= item
         b += tl.sum(tl.where(passed & (at < B), 1, 0))
         first_item = tl.maximum(first_item, tl.max(tl.where(passed, ends, 0)))
@@ -323,15 +324,15 @@ def split_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries, AT_ONCE: tl.c
 
 
 @triton.jit
-def splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
+def _splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
     # The number of splits of sequence b, and of all sequences before it; b = B gives the total.
-    num_splits, first_item = 0, 0
+    num_KV_splits, first_item = 0, 0
     for first in range(0, B, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        found = tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries), unit)
-        num_splits += tl.sum(tl.where(at == b, found, 0))
+        found = tl.cdiv(_work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries), unit)
+        num_KV_splits += tl.sum(tl.where(at == b, found, 0))
         first_item += tl.sum(tl.where(at < b, found, 0))
-    return num_splits, first_item
+    return num_KV_splits, first_item
 
 
 @triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
@@ -347,12 +348,12 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -580,7 +581,7 @@ def append(
     before = tl.load(CACHE_SEQLENS + b)
     rows = kv_idx + before
     page = tl.load(
-        PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b + floor_div(rows, 16),
+        PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b + _floor_div(rows, 16),
         mask=(rows >= 0) & (kv_idx < Nk) & (rows < Nc),
         other=0,
     )
@@ -632,11 +633,11 @@ def decode(
         tl.extra.cuda.gdc_launch_dependents()
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     if B <= 32:  # the lengths of so few sequences fit one warp, so sums need no other
-        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 32)
-        _, all_splits = splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries, 32)
+        unit = _split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 32)
+        _, _all_splits = _splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries, 32)
     else:
-        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 128)
-        _, all_splits = splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries, 128)
+        unit = _split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 128)
+        _, _all_splits = _splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries, 128)
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = Q.dtype.element_ty
@@ -646,19 +647,19 @@ def decode(
     # one split of a sequence's keys after another; loop invariants are recomputed, not kept in registers
     for place in tl.range(
         tl.program_id(0),
-        all_splits * q_tiles * Hkv,
+        _all_splits * q_tiles * Hkv,
         tl.num_programs(0),
         num_stages=1,
         disable_licm=True,
     ):
         if B <= 32:  # the lengths of so few sequences fit one warp, so sums need no other
             (
-                b, kv_split, num_splits, first_item,
-            ) = split_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries, 32)
+                b, KV_split, num_KV_splits, first_item,
+            ) = _split_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries, 32)
         else:
             (
-                b, kv_split, num_splits, first_item,
-            ) = split_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries, 128)
+                b, KV_split, num_KV_splits, first_item,
+            ) = _split_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries, 128)
         q_start = (place % q_tiles) * BLOCK_Q
         hkv = place // q_tiles % Hkv
         q_idx = q_start + q_off
@@ -666,14 +667,14 @@ def decode(
         O_PARTIAL_head = (
             O_PARTIAL
             + tl.cast(hkv, tl.int64) * stride_o_partial_h
-            + tl.cast(first_item + kv_split, tl.int64) * stride_o_partial_i
+            + tl.cast(KV_split + first_item, tl.int64) * stride_o_partial_i
         )
         LSE2_PARTIAL_head = (
             LSE2_PARTIAL
             + tl.cast(hkv, tl.int64) * stride_lse2_partial_h
-            + tl.cast(first_item + kv_split, tl.int64) * stride_lse2_partial_i
+            + tl.cast(KV_split + first_item, tl.int64) * stride_lse2_partial_i
         )
-        Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
+        Nk = _keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
         qk_scale = LOG2E * scale
         q = tl.load(
             Q_head + (q_idx.to(tl.int64)[:, None] * stride_q_n + d_qk[None, :]),
@@ -687,8 +688,8 @@ def decode(
         kv_first = tl.minimum(kv_end, tl.maximum(0, Nk - 1023 - queries) // BLOCK_KV)
         kv_full_first = tl.cdiv(tl.maximum(0, Nk - 1024), BLOCK_KV)
         kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, 1 + Nk - queries) // BLOCK_KV)
-        kv_full_from = kv_full_first + portion(kv_full_end - kv_full_first, kv_split, num_splits)
-        kv_full_to = kv_full_first + portion(kv_full_end - kv_full_first, 1 + kv_split, num_splits)
+        kv_full_from = kv_full_first + _portion(kv_full_end - kv_full_first, KV_split, num_KV_splits)
+        kv_full_to = kv_full_first + _portion(kv_full_end - kv_full_first, 1 + KV_split, num_KV_splits)
         kv_needed_first = Nk - 1023 - queries
         # tiles with nothing to mask: no mask, no bounds checks
         for kv_tile in tl.range(kv_full_from, kv_full_to):
@@ -721,10 +722,10 @@ def decode(
             p_sum = tl.sum(p, 1)
             l = p_sum + alpha * l
             m = m_new
-        kv_partial_from = kv_first + portion(kv_full_first - kv_first, kv_split, num_splits)
-        kv_partial_to = kv_first + portion(kv_full_first - kv_first, 1 + kv_split, num_splits)
-        kv_partial_from_2 = kv_full_end + portion(kv_end - kv_full_end, kv_split, num_splits)
-        kv_partial_to_2 = kv_full_end + portion(kv_end - kv_full_end, 1 + kv_split, num_splits)
+        kv_partial_from = kv_first + _portion(kv_full_first - kv_first, KV_split, num_KV_splits)
+        kv_partial_to = kv_first + _portion(kv_full_first - kv_first, 1 + KV_split, num_KV_splits)
+        kv_partial_from_2 = kv_full_end + _portion(kv_end - kv_full_end, KV_split, num_KV_splits)
+        kv_partial_to_2 = kv_full_end + _portion(kv_end - kv_full_end, 1 + KV_split, num_KV_splits)
         # tiles that the mask or the end of a tensor cuts
         for kv_tile in tl.range(kv_partial_from, kv_partial_to + (kv_partial_to_2 - kv_partial_from_2)):
             kv_tile = tl.where(kv_tile < kv_partial_to, kv_tile, kv_tile + (kv_partial_from_2 - kv_partial_to))
@@ -770,14 +771,14 @@ def decode(
             l = p_sum + alpha * l
             m = m_new
         inv_l = tl.where(l > 0, 1.0 / l, 0)
-        o_split = acc * inv_l[:, None]
+        o_partial = acc * inv_l[:, None]
         tl.store(
             O_PARTIAL_head + (q_idx.to(tl.int64)[:, None] * stride_o_partial_n + d_v[None, :]),
-            o_split,
+            o_partial,
             mask=(q_idx < Nq)[:, None],
         )
-        lse2_split = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
-        tl.store(LSE2_PARTIAL_head + q_start + q_off, lse2_split, mask=q_idx < Nq)
+        lse2_partial = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
+        tl.store(LSE2_PARTIAL_head + q_start + q_off, lse2_partial, mask=q_idx < Nq)
 
 
 @triton.jit(
@@ -798,7 +799,7 @@ def combine(
     stride_o_partial_h, stride_o_partial_i, stride_o_partial_n, stride_lse2_partial_h,
     stride_lse2_partial_i, stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
     BLOCK_Q: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_KV_splits: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # After decode: merge the outputs of a sequence's splits, weighted by their sums of probabilities.
@@ -808,13 +809,13 @@ def combine(
     hkv = pid // q_tiles % Hkv
     b = pid // q_tiles // Hkv
     if B <= 32:  # the lengths of so few sequences fit one warp, so sums need no other
-        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 32)
-        num_splits, first_item = splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, 32)
+        unit = _split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 32)
+        num_KV_splits, first_item = _splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, 32)
     else:
-        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 128)
-        num_splits, first_item = splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, 128)
+        unit = _split_size(CACHE_SEQLENS, B, items, Nc, Nn, queries, 128)
+        num_KV_splits, first_item = _splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, 128)
     q_off = tl.arange(0, BLOCK_Q)
-    combined_off = tl.arange(0, BLOCK_SPLITS)
+    KV_splits_off = tl.arange(0, BLOCK_KV_splits)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off
     d_v = tl.arange(0, D_V)
@@ -829,27 +830,27 @@ def combine(
     if OVERLAPS:  # wait for the end of the previous launch, whose results this one reads
         tl.extra.cuda.gdc_wait()
     # splits of this sequence's keys
-    for combined_tile in tl.range(0, tl.cdiv(num_splits, BLOCK_SPLITS)):
-        combined_start = combined_tile * BLOCK_SPLITS
-        combined_idx = combined_start + combined_off
+    for KV_splits_tile in tl.range(0, tl.cdiv(num_KV_splits, BLOCK_KV_splits)):
+        KV_splits_start = KV_splits_tile * BLOCK_KV_splits
+        KV_splits_idx = KV_splits_start + KV_splits_off
         lse2_partial = tl.load(
             LSE2_PARTIAL_head
-            + tl.cast(combined_start + first_item, tl.int64) * stride_lse2_partial_i
+            + tl.cast(KV_splits_start + first_item, tl.int64) * stride_lse2_partial_i
             + q_start
-            + (combined_off[:, None] * stride_lse2_partial_i + q_off[None, :]),
-            mask=(combined_idx < num_splits)[:, None] & (q_idx < Nq)[None, :],
+            + (KV_splits_off[:, None] * stride_lse2_partial_i + q_off[None, :]),
+            mask=(KV_splits_idx < num_KV_splits)[:, None] & (q_idx < Nq)[None, :],
             other=float("-inf"),
         )
         o_partial = tl.load(
             O_PARTIAL_head
-            + tl.cast(combined_start + first_item, tl.int64) * stride_o_partial_i
+            + tl.cast(KV_splits_start + first_item, tl.int64) * stride_o_partial_i
             + tl.cast(q_start, tl.int64) * stride_o_partial_n
             + (
-                combined_off[:, None, None] * stride_o_partial_i
+                KV_splits_off[:, None, None] * stride_o_partial_i
                 + q_off[None, :, None] * stride_o_partial_n
                 + d_v[None, None, :]
             ),
-            mask=(combined_idx < num_splits)[:, None, None] & (q_idx < Nq)[None, :, None],
+            mask=(KV_splits_idx < num_KV_splits)[:, None, None] & (q_idx < Nq)[None, :, None],
             other=0.0,
         )
         greatest = tl.max(lse2_partial, 0)
@@ -857,8 +858,8 @@ def combine(
         base = tl.where(m_next > float("-inf"), m_next, 0)
         alpha = tl.exp2(m - base)
         weights = tl.exp2(lse2_partial - base[None, :])
-        l_partial = tl.sum(weights, 0)
-        l = l_partial + alpha * l
+        l_sum = tl.sum(weights, 0)
+        l = l_sum + alpha * l
         weighed = o_partial * weights[:, :, None]
         o_sum = tl.sum(weighed, 0)
         acc = o_sum + acc * alpha[:, None]
@@ -887,12 +888,12 @@ def prefill(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -904,7 +905,7 @@ def prefill(
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
+    Nk = _keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
     qk_scale = LOG2E * scale
     if TMA:
         q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)

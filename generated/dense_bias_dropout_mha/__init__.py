@@ -52,7 +52,7 @@ DQ = runtime.Kernel(
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
     heads=(3,),
-    flags=("DROPOUT", "LEARN"),
+    flags=("DROPOUT", "_INPUT_GRADIENTS"),
 )
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(1,))
 DKDV = runtime.Kernel(
@@ -69,7 +69,7 @@ BWD = runtime.Kernel(
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(3,),
-    flags=("DROPOUT", "LEARN"),
+    flags=("DROPOUT", "_INPUT_GRADIENTS"),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
 JVP = runtime.Kernel(
@@ -107,7 +107,7 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
-        bias: of the dtype of q, [B or 1, Hq or 1, Nq, Nk], what is added to the scores, differentiable.
+        bias: of the dtype of q, [B or 1, Hq or 1, Nq, Nk], the bias added to the scores, differentiable.
         dropout_p: probability of dropping a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept
             weights are scaled up.
         seed: selects the weights to drop: an int, or an int64 tensor of one element on q's device; None samples one
@@ -127,7 +127,7 @@ def attention(
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    bias = runtime.take_input(q, "bias", bias, q.dtype, [(1, B), (1, Hq), Nq, Nk], "what is added to the scores")
+    bias = runtime.take_input(q, "bias", bias, q.dtype, [(1, B), (1, Hq), Nq, Nk], "the bias added to the scores")
     seed, dropout_threshold, keep_scale = runtime.check_dropout(q, dropout_p, seed)
     out, lse = OPERATORS(shapes, return_lse, q, k, v, bias, seed, dropout_threshold, keep_scale, scale)
     return (out, lse) if return_lse else out
@@ -167,7 +167,7 @@ def _backward(
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     (
@@ -188,8 +188,8 @@ def _backward(
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if need_kv and need_q and (Nk % 8) == 0 and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0:
         DELTA(
@@ -198,7 +198,7 @@ def _backward(
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -207,7 +207,7 @@ def _backward(
         )
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, bias, seed, dq_semaphore, dq_acc, dk, dv, dbias),
+            (q, k, v, grad_out, lse2, delta, bias, seed, _dq_semaphore, dq_acc, dk, dv, dbias),
             (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *bias_strides,
@@ -253,11 +253,11 @@ def _backward(
                 (seed is not None,),
             )
     if need_inputs:
-        learned_d_bias = dbias
+        input_gradients_d_bias = dbias
     else:
         no_bias = runtime.nothing(q, 4, q.dtype)
-        learned_d_bias = no_bias
-    return dq, dk, dv, learned_d_bias
+        input_gradients_d_bias = no_bias
+    return dq, dk, dv, input_gradients_d_bias
 
 
 def _jvp(q, k, v, out, lse, tq, tk, tv, bias, seed, dropout_threshold, keep_scale, scale, tbias):
@@ -291,5 +291,5 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("B Hq Nq Nk", ""),
     shards=("B", "Hq", "Nq"),
 )
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_5657fba55047", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_a4f830ce9a1e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -161,7 +161,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def philox_round(c0, c1, c2, c3, k0, k1):
+def _philox_round(c0, c1, c2, c3, k0, k1):
     # A round of Philox4x32 (Salmon et al. 2011): four random words from a counter of four words and a key of two; 7
     # rounds are run.
     a = c0.to(tl.uint64) * 0xD2511F53
@@ -170,7 +170,7 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def dropout_words(
+def _dropout_words(
     seed, b, h, q_start, kv_start,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -193,13 +193,13 @@ def dropout_words(
     # the first round multiplies scalars, the second vectors
     c0, c1, c2, c3 = tl.cast(h, tl.uint32), q, tl.cast(b, tl.uint32), kv
     for _ in tl.static_range(6):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     # the last round: words of even queries are c1 and c0, by bit 0 of kv, and those of odd queries c3 and c2
     odd = (i % 2 == 1)[:, None]
     if TRANSPOSED:
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         even_col, odd_col = tl.where(odd, c0, c1), tl.where(odd, c2, c3)
     else:  # both words of a query come from one product: each thread multiplies for its own queries
         product = tl.where(odd, c0, c2).to(tl.uint64) * tl.where(odd, 0xD2511F53, 0xCD9E8D57).to(tl.uint64)
@@ -212,7 +212,7 @@ def dropout_words(
 
 
 @triton.jit
-def dropout_keep(words, threshold, TRANSPOSED: tl.constexpr):
+def _dropout_keep(words, threshold, TRANSPOSED: tl.constexpr):
     # Which scores dropout keeps, by their words. A score uses two bytes of its word as a number of 65536ths: the upper
     # one is byte 2 * (bit 3 of q) + (bit 3 of kv), and the lower one is the byte below it, which for byte 0 is byte 3.
     row, col = tl.arange(0, words.shape[0]) // 8 % 2, tl.arange(0, words.shape[1]) // 8 % 2
@@ -223,11 +223,11 @@ def dropout_keep(words, threshold, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def dropped(x, words, threshold, zero, TRANSPOSED: tl.constexpr):
+def _dropped(x, words, threshold, zero, TRANSPOSED: tl.constexpr):
     # x where dropout keeps it, and `zero` elsewhere. A kernel that then only casts x to 16 bits passes 0.0 * keep_scale
     # as zero, which the compiler does not know to be 0.0. Otherwise it would cast before it selects, when two values of
     # x share a register, and would unpack and repack each register.
-    return tl.where(dropout_keep(words, threshold, TRANSPOSED), x, zero)
+    return tl.where(_dropout_keep(words, threshold, TRANSPOSED), x, zero)
 
 
 @triton.jit
@@ -237,11 +237,11 @@ def keep_mask(SEED, KEEP, threshold, Hq, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV
     pid, q_tiles, kv_tiles = tl.program_id(0), tl.cdiv(Nq, BLOCK_Q), tl.cdiv(Nk, BLOCK_KV)
     q_start, kv_start = pid // kv_tiles % q_tiles * BLOCK_Q, pid % kv_tiles * BLOCK_KV
     head = pid // kv_tiles // q_tiles
-    words = dropout_words(tl.load(SEED), head // Hq, head % Hq, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+    words = _dropout_words(tl.load(SEED), head // Hq, head % Hq, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
     q_idx, kv_idx = q_start + tl.arange(0, BLOCK_Q), kv_start + tl.arange(0, BLOCK_KV)
     tl.store(
         KEEP + tl.cast(head, tl.int64) * Nq * Nk + tl.cast(q_idx, tl.int64)[:, None] * Nk + kv_idx[None, :],
-        dropout_keep(words, threshold, False),
+        _dropout_keep(words, threshold, False),
         mask=(q_idx < Nq)[:, None] & (kv_idx < Nk)[None, :],
     )
 
@@ -309,7 +309,7 @@ def fwd(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         score = bias.to(tl.float32) * LOG2E + s * score_scale
         m_new = tl.maximum(m, tl.max(score, 1))
@@ -323,7 +323,7 @@ def fwd(
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
             )
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -349,7 +349,7 @@ def fwd(
                 other=0.0,
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         score = bias.to(tl.float32) * LOG2E + s * score_scale
         score = tl.where((kv_idx < Nk)[None, :], score, float("-inf"))
@@ -366,7 +366,7 @@ def fwd(
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -408,7 +408,7 @@ def dq(
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
     DROPOUT: tl.constexpr,
-    LEARN: tl.constexpr,
+    _INPUT_GRADIENTS: tl.constexpr,
 ):
     # Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.
     pid = tl.program_id(0)
@@ -500,11 +500,11 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         ds = dp * p_kept - p * delta[:, None]
         dbias = (ds * keep_scale).to(dtype)
-        if LEARN:
+        if _INPUT_GRADIENTS:
             tl.store(
                 dBIAS_head + tl.cast(q_start, tl.int64) * stride_dbias_n + kv_start + (
                     q_off[:, None] * stride_dbias_n + kv_off[None, :]
@@ -547,11 +547,11 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         ds = dp * p_kept - p * delta[:, None]
         dbias = (ds * keep_scale).to(dtype)
-        if LEARN:
+        if _INPUT_GRADIENTS:
             tl.store(
                 dBIAS_head + tl.cast(q_start, tl.int64) * stride_dbias_n + kv_start + (
                     q_off[:, None] * stride_dbias_n + kv_off[None, :]
@@ -698,12 +698,12 @@ def dkdv(
         lse2 = tl.load(LSE2_head + q_start + q_off)
         delta = tl.load(DELTA_head + q_start + q_off)
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
         dp = tl.dot(v, tl.trans(do))
         s = tl.dot(k, tl.trans(q))
         score = bias.to(tl.float32) * LOG2E + s * score_scale
         p = tl.exp2(score - lse2[None, :])
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
         ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)
@@ -739,12 +739,12 @@ def dkdv(
         lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
         delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
         dp = tl.dot(v, tl.trans(do))
         s = tl.dot(k, tl.trans(q))
         score = bias.to(tl.float32) * LOG2E + s * score_scale
         p = tl.exp2(score - lse2[None, :])
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
         ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)
@@ -895,14 +895,14 @@ def jvp(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         ts_part = tl.dot(tq, tl.trans(k))
         ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         score = bias.to(tl.float32) * LOG2E + s * score_scale
         p = tl.exp2(score - lse2[:, None])
         tscore = tbias.to(tl.float32) + ts * scale
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         tp = p * tscore
         tp_kept = p_kept * tscore
         if TMA:
@@ -958,7 +958,7 @@ def jvp(
                 other=0.0,
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         ts_part = tl.dot(tq, tl.trans(k))
         ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
@@ -966,7 +966,7 @@ def jvp(
         score = tl.where((kv_idx < Nk)[None, :], score, float("-inf"))
         p = tl.exp2(score - lse2[:, None])
         tscore = tbias.to(tl.float32) + ts * scale
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         tp = p * tscore
         tp_kept = p_kept * tscore
         if TMA:

@@ -170,14 +170,14 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def floor_div(a, b):
+def _floor_div(a, b):
     # a / b rounded down, for b > 0; Triton's // rounds towards zero.
     return tl.where(a < 0, -((b - 1 - a) // b), a // b)
 
 
 @triton.jit
-def floor_mod(a, b):
-    # The remainder of floor_div, never negative. Not a - b * floor_div(a, b), which Triton 3.6 wrongly takes for a
+def _floor_mod(a, b):
+    # The remainder of `_floor_div`, never negative. Not a - b * _floor_div(a, b), which Triton 3.6 wrongly takes for a
     # multiple of b.
     return tl.where(a < 0, b - 1 - ~a % b, a % b)
 
@@ -195,12 +195,12 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -242,7 +242,7 @@ def fwd(
             )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            (floor_mod(q_idx + Nk - Nq, 4)[:, None] == (kv_idx % 4)[None, :])
+            (_floor_mod(q_idx + Nk - Nq, 4)[:, None] == (kv_idx % 4)[None, :])
             & (kv_idx[None, :] >= (q_idx + Nk - 2048 - Nq)[:, None])
             & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
             s,
@@ -294,12 +294,12 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
@@ -368,7 +368,7 @@ def dq(
             )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            (floor_mod(q_idx + Nk - Nq, 4)[:, None] == (kv_idx % 4)[None, :])
+            (_floor_mod(q_idx + Nk - Nq, 4)[:, None] == (kv_idx % 4)[None, :])
             & (kv_idx[None, :] >= (q_idx + Nk - 2048 - Nq)[:, None])
             & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
             s,
@@ -456,12 +456,12 @@ def dkdv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -524,7 +524,7 @@ def dkdv(
         dp = tl.dot(v, tl.trans(do))
         s = tl.dot(k, tl.trans(q))
         s = tl.where(
-            (floor_mod(q_idx + Nk - Nq, 4)[None, :] == (kv_idx % 4)[:, None])
+            (_floor_mod(q_idx + Nk - Nq, 4)[None, :] == (kv_idx % 4)[:, None])
             & (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None])
             & (q_idx[None, :] <= (kv_idx + 2048 + Nq - Nk)[:, None]),
             s,
@@ -602,12 +602,12 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = tO.dtype.element_ty
@@ -673,7 +673,7 @@ def jvp(
         ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            (floor_mod(q_idx + Nk - Nq, 4)[:, None] == (kv_idx % 4)[None, :])
+            (_floor_mod(q_idx + Nk - Nq, 4)[:, None] == (kv_idx % 4)[None, :])
             & (kv_idx[None, :] >= (q_idx + Nk - 2048 - Nq)[:, None])
             & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
             s,

@@ -242,7 +242,7 @@ def _backward(
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -253,9 +253,9 @@ def _backward(
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    use_fused = 1 if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+    _use_fused = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0 else 0
     # programs among which the query heads of a group are split
@@ -264,11 +264,11 @@ def _backward(
         (
             group // runtime.divisor(
                 group,
-                min((2 if use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))),
+                min((2 if _use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))),
             )
         ),
     )
-    if use_fused > 0:
+    if _use_fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -277,8 +277,8 @@ def _backward(
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_semaphore = runtime.zeros(
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dkdv_semaphore = runtime.zeros(
             q,
             (B, Hkv, split_pairs, Nk),
             (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
@@ -296,7 +296,7 @@ def _backward(
             q, Nk, B * Hkv * splits,
             (
                 q, k, v, grad_out, lse2, delta, document_q, document_kv, document_q_first, document_q_end,
-                document_q_full_first, document_q_full_end, dq_semaphore, dkdv_semaphore, dq_acc, dk_heads,
+                document_q_full_first, document_q_full_end, _dq_semaphore, _dkdv_semaphore, dq_acc, dk_heads,
                 dv_heads,
             ),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
@@ -407,8 +407,8 @@ def _jvp(
 def _documents(document_ids, Nq):
     """Compute what kernels read of document_ids."""
     B, Nk = document_ids.shape
-    left = runtime.empty(document_ids, (B, 2, Nk), (2 * Nk, Nk, 1), torch.int32)
-    left_too = runtime.empty(document_ids, (B, 2, Nk), (2 * Nk, Nk, 1), torch.int32)
+    keys_left = runtime.empty(document_ids, (B, 2, Nk), (2 * Nk, Nk, 1), torch.int32)
+    keys_left_2 = runtime.empty(document_ids, (B, 2, Nk), (2 * Nk, Nk, 1), torch.int32)
     document_q = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
     document_kv = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
     document_first = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
@@ -423,7 +423,7 @@ def _documents(document_ids, Nq):
         DOCUMENT_SPANS(
             document_ids, Nk, 2 * B,
             (
-                document_ids, left, left_too, document_q, document_kv, document_first, document_end,
+                document_ids, keys_left, keys_left_2, document_q, document_kv, document_first, document_end,
                 document_full_first, document_full_end, document_q_first, document_q_end, document_q_full_first,
                 document_q_full_end,
             ),
@@ -452,7 +452,7 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V),
     dims=("B Nq", "B Nk", "B Nq", "B Nq", "B Nq", "B Nq", "B Nk", "B Nk", "B Nk", "B Nk"),
 )
-OPERATORS = runtime.Operators("document_gqa_3d06e8d745d6", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_aa6dac403632", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

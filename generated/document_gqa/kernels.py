@@ -211,7 +211,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def running_max(a, b):
+def _running_max(a, b):
     # The combine function of a running maximum.
     return tl.maximum(a, b)
 
@@ -232,12 +232,12 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -397,12 +397,12 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
@@ -622,13 +622,13 @@ def dkdv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * kv_tiles
-    flat_head = first_head + in_group % heads_in_group
-    kv_start = (in_group // heads_in_group) * BLOCK_KV
-    split = flat_head % splits
-    hkv = flat_head // splits % Hkv
-    b = flat_head // splits // Hkv
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * kv_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    kv_start = (_in_group // _heads_in_group) * BLOCK_KV
+    split = _flat_head % splits
+    hkv = _flat_head // splits % Hkv
+    b = _flat_head // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -835,22 +835,22 @@ def dkdv_end(
             + tl.cast(hkv, tl.int64) * stride_dv_partial_h
             + tl.cast(split, tl.int64) * stride_dv_partial_s
         )
-        dk_split = tl.load(
+        dk_partial = tl.load(
             DK_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dk_partial_n + (
                 kv_off[:, None] * stride_dk_partial_n + d_qk[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dk = dk + dk_split.to(tl.float32)
-        dv_split = tl.load(
+        dk = dk + dk_partial.to(tl.float32)
+        dv_partial = tl.load(
             DV_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dv_partial_n + (
                 kv_off[:, None] * stride_dv_partial_n + d_v[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dv = dv + dv_split.to(tl.float32)
+        dv = dv + dv_partial.to(tl.float32)
     dk_out = dk.to(dtype)
     tl.store(
         dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),
@@ -920,12 +920,12 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
-    in_group = pid - first_head * q_tiles
-    flat_head = first_head + in_group % heads_in_group
-    q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
-    h = flat_head % Hq
-    b = flat_head // Hq
+    _heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
+    _in_group = pid - first_head * q_tiles
+    _flat_head = first_head + _in_group % _heads_in_group
+    q_start = (q_tiles - 1 - _in_group // _heads_in_group) * BLOCK_Q
+    h = _flat_head % Hq
+    b = _flat_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = tO.dtype.element_ty
@@ -1115,10 +1115,10 @@ def jvp(
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def document_spans(
-    DOCUMENT_IDS, LEFT, LEFT_TOO, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END,
+    DOCUMENT_IDS, KEYS_LEFT, KEYS_LEFT_2, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END,
     DOCUMENT_FULL_FIRST, DOCUMENT_FULL_END, DOCUMENT_Q_FIRST, DOCUMENT_Q_END, DOCUMENT_Q_FULL_FIRST,
-    DOCUMENT_Q_FULL_END, Nq, Nk, stride_document_ids_b, stride_left_b, stride_left_1,
-    stride_left_too_b, stride_left_too_1, stride_document_q_b, stride_document_kv_b,
+    DOCUMENT_Q_FULL_END, Nq, Nk, stride_document_ids_b, stride_keys_left_b, stride_keys_left_1,
+    stride_keys_left_2_b, stride_keys_left_2_1, stride_document_q_b, stride_document_kv_b,
     stride_document_first_b, stride_document_end_b, stride_document_full_first_b,
     stride_document_full_end_b, stride_document_q_first_b, stride_document_q_end_b,
     stride_document_q_full_first_b, stride_document_q_full_end_b,
@@ -1132,25 +1132,29 @@ def document_spans(
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
 
-    LEFT_head = LEFT + tl.cast(b, tl.int64) * stride_left_b + tl.cast(side, tl.int64) * stride_left_1
-    LEFT_TOO_head = (
-        LEFT_TOO
-        + tl.cast(b, tl.int64) * stride_left_too_b
-        + tl.cast(side, tl.int64) * stride_left_too_1
+    KEYS_LEFT_head = (
+        KEYS_LEFT
+        + tl.cast(b, tl.int64) * stride_keys_left_b
+        + tl.cast(side, tl.int64) * stride_keys_left_1
     )
-    # empty the tables
+    KEYS_LEFT_2_head = (
+        KEYS_LEFT_2
+        + tl.cast(b, tl.int64) * stride_keys_left_2_b
+        + tl.cast(side, tl.int64) * stride_keys_left_2_1
+    )
+    # clear the tables
     for kv_tile in tl.range(0, tl.cdiv(Nk, BLOCK_KV)):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
-        none = tl.full([BLOCK_KV], 2147483647, dtype=tl.int32)
-        tl.store(LEFT_head + kv_start + kv_off, none, mask=kv_idx < Nk)
-        tl.store(LEFT_TOO_head + kv_start + kv_off, none, mask=kv_idx < Nk)
+        unset = tl.full([BLOCK_KV], 2147483647, dtype=tl.int32)
+        tl.store(KEYS_LEFT_head + kv_start + kv_off, unset, mask=kv_idx < Nk)
+        tl.store(KEYS_LEFT_2_head + kv_start + kv_off, unset, mask=kv_idx < Nk)
     # a query before the first key is in no document
     for q_tile in tl.range(0, tl.cdiv(Nq, BLOCK_Q)):
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
         no_document = tl.full([BLOCK_Q], -2147483648, dtype=tl.int32)
-        nowhere = tl.full([BLOCK_Q], 0, dtype=tl.int32)
+        zero = tl.full([BLOCK_Q], 0, dtype=tl.int32)
         tl.store(
             DOCUMENT_Q + tl.cast(b, tl.int64) * stride_document_q_b + q_idx,
             no_document,
@@ -1158,26 +1162,26 @@ def document_spans(
         )
         tl.store(
             DOCUMENT_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_full_first_b + q_idx,
-            nowhere,
+            zero,
             mask=(q_idx < Nq) & (q_idx < Nq - Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_END + tl.cast(b, tl.int64) * stride_document_end_b + q_idx,
-            nowhere,
+            zero,
             mask=(q_idx < Nq) & (q_idx < Nq - Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_FULL_END + tl.cast(b, tl.int64) * stride_document_full_end_b + q_idx,
-            nowhere,
+            zero,
             mask=(side > 0) & (q_idx < Nq) & (q_idx < Nq - Nk),
         )
         tl.store(
             DOCUMENT_FIRST + tl.cast(b, tl.int64) * stride_document_first_b + q_idx,
-            nowhere,
+            zero,
             mask=(side > 0) & (q_idx < Nq) & (q_idx < Nq - Nk),
         )
     tl.debug_barrier()  # all threads see what this program has stored so far
-    # enter the last key of each document
+    # insert the last key of each document into the tables
     for kv_tile in tl.range(0, tl.cdiv(Nk, BLOCK_KV)):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
@@ -1187,37 +1191,40 @@ def document_spans(
             mask=(last_key >= 0) & (last_key < Nk),
             other=0,
         )
-        ahead = tl.where(side < 1, kv_idx + 1, Nk - kv_idx - 2)
-        document_ahead = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + ahead,
-            mask=(ahead >= 0) & (ahead < Nk),
+        next_key = tl.where(side < 1, kv_idx + 1, Nk - kv_idx - 2)
+        next_document = tl.load(
+            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + next_key,
+            mask=(next_key >= 0) & (next_key < Nk),
             other=0,
         )
-        ends = ((kv_idx >= Nk - 1) | (last_document != document_ahead)) & (kv_idx < Nk)
-        rest = Nk - kv_idx - 1
-        last_above = tl.where(last_document < 0, last_document + 1073741824, last_document)
-        last_number = tl.where(last_above < 0, last_above + 1073741824, last_above)
-        last_slot = tl.maximum(0, last_number) % tl.maximum(1, Nk)
-        last_slot_too = tl.maximum(0, last_number) % tl.maximum(1, Nk - 1)
+        ends = ((kv_idx >= Nk - 1) | (last_document != next_document)) & (kv_idx < Nk)
+        keys_after = Nk - kv_idx - 1
+        last_shifted = tl.where(last_document < 0, last_document + 1073741824, last_document)
+        last_nonnegative = tl.where(last_shifted < 0, last_shifted + 1073741824, last_shifted)
+        last_bucket = tl.maximum(0, last_nonnegative) % tl.maximum(1, Nk)
+        last_bucket_2 = tl.maximum(0, last_nonnegative) % tl.maximum(1, Nk - 1)
         tl.atomic_min(
-            LEFT + tl.cast(b, tl.int64) * stride_left_b + tl.cast(side, tl.int64) * stride_left_1 + last_slot,
-            rest,
-            mask=ends & (last_slot >= 0) & (last_slot < Nk),
+            KEYS_LEFT + tl.cast(b, tl.int64) * stride_keys_left_b + tl.cast(
+                side,
+                tl.int64,
+            ) * stride_keys_left_1 + last_bucket,
+            keys_after,
+            mask=ends & (last_bucket >= 0) & (last_bucket < Nk),
             sem="relaxed",
         )
         tl.atomic_min(
-            LEFT_TOO + tl.cast(b, tl.int64) * stride_left_too_b + tl.cast(
+            KEYS_LEFT_2 + tl.cast(b, tl.int64) * stride_keys_left_2_b + tl.cast(
                 side,
                 tl.int64,
-            ) * stride_left_too_1 + last_slot_too,
-            rest,
-            mask=ends & (last_slot_too >= 0) & (last_slot_too < Nk),
+            ) * stride_keys_left_2_1 + last_bucket_2,
+            keys_after,
+            mask=ends & (last_bucket_2 >= 0) & (last_bucket_2 < Nk),
             sem="relaxed",
         )
     tl.debug_barrier()  # all threads see what this program has stored so far
     start_before = tl.full([], 0, dtype=tl.int32)
     end_before = tl.full([], 0, dtype=tl.int32)
-    # find the start of each key's run of equal ids, and the end of the documents met so far
+    # find the start of each key's run of equal ids, and the end of the documents scanned so far
     for kv_tile in tl.range(0, tl.cdiv(Nk, BLOCK_KV)):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
@@ -1227,39 +1234,42 @@ def document_spans(
             mask=(key >= 0) & (key < Nk),
             other=0,
         )
-        behind = tl.where(side < 1, kv_idx - 1, Nk - kv_idx)
-        document_behind = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + behind,
-            mask=(behind >= 0) & (behind < Nk),
+        previous_key = tl.where(side < 1, kv_idx - 1, Nk - kv_idx)
+        previous_document = tl.load(
+            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + previous_key,
+            mask=(previous_key >= 0) & (previous_key < Nk),
             other=0,
         )
-        start = tl.where((document == document_behind) & (kv_idx > 0), 0, kv_idx)
-        start_here = tl.associative_scan(start, 0, running_max)
+        start = tl.where((document == previous_document) & (kv_idx > 0), 0, kv_idx)
+        start_here = tl.associative_scan(start, 0, _running_max)
         run_start = tl.maximum(start_before, start_here)
-        above = tl.where(document < 0, document + 1073741824, document)
-        number = tl.where(above < 0, above + 1073741824, above)
-        slot = tl.maximum(0, number) % tl.maximum(1, Nk)
-        slot_too = tl.maximum(0, number) % tl.maximum(1, Nk - 1)
-        left = tl.load(
-            LEFT + tl.cast(b, tl.int64) * stride_left_b + tl.cast(side, tl.int64) * stride_left_1 + slot,
-            mask=(slot >= 0) & (slot < Nk),
+        shifted = tl.where(document < 0, document + 1073741824, document)
+        nonnegative = tl.where(shifted < 0, shifted + 1073741824, shifted)
+        bucket = tl.maximum(0, nonnegative) % tl.maximum(1, Nk)
+        bucket_2 = tl.maximum(0, nonnegative) % tl.maximum(1, Nk - 1)
+        keys_left = tl.load(
+            KEYS_LEFT
+            + tl.cast(b, tl.int64) * stride_keys_left_b
+            + tl.cast(side, tl.int64) * stride_keys_left_1
+            + bucket,
+            mask=(bucket >= 0) & (bucket < Nk),
             other=0,
         )
-        left_too = tl.load(
-            LEFT_TOO
-            + tl.cast(b, tl.int64) * stride_left_too_b
-            + tl.cast(side, tl.int64) * stride_left_too_1
-            + slot_too,
-            mask=(slot_too >= 0) & (slot_too < Nk),
+        keys_left_2 = tl.load(
+            KEYS_LEFT_2 + tl.cast(b, tl.int64) * stride_keys_left_2_b + tl.cast(
+                side,
+                tl.int64,
+            ) * stride_keys_left_2_1 + bucket_2,
+            mask=(bucket_2 >= 0) & (bucket_2 < Nk),
             other=0,
         )
-        end = tl.where(kv_idx < Nk, Nk - tl.maximum(left, left_too), 0)
-        end_here = tl.associative_scan(end, 0, running_max)
+        end = tl.where(kv_idx < Nk, Nk - tl.maximum(keys_left, keys_left_2), 0)
+        end_here = tl.associative_scan(end, 0, _running_max)
         end_so_far = tl.maximum(end_before, end_here)
-        run = tl.where(side < 1, run_start, Nk - run_start)
-        met = tl.where(side < 1, end_so_far, Nk - end_so_far)
-        q_run = tl.maximum(0, run + Nq - Nk)
-        q_met = tl.maximum(0, met + Nq - Nk)
+        run_edge = tl.where(side < 1, run_start, Nk - run_start)
+        document_edge = tl.where(side < 1, end_so_far, Nk - end_so_far)
+        q_run_edge = tl.maximum(0, run_edge + Nq - Nk)
+        q_document_edge = tl.maximum(0, document_edge + Nq - Nk)
         tl.store(
             DOCUMENT_Q + tl.cast(b, tl.int64) * stride_document_q_b + kv_idx + Nq - Nk,
             document,
@@ -1272,42 +1282,42 @@ def document_spans(
         )
         tl.store(
             DOCUMENT_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_full_first_b + kv_idx + Nq - Nk,
-            run,
+            run_edge,
             mask=(kv_idx + Nq - Nk >= 0) & (side < 1) & (kv_idx + Nq - Nk < Nq),
         )
         tl.store(
             DOCUMENT_FULL_END + tl.cast(b, tl.int64) * stride_document_full_end_b + Nq - kv_idx - 1,
-            run,
+            run_edge,
             mask=(Nq - kv_idx - 1 >= 0) & (side > 0) & (kv_idx < Nk),
         )
         tl.store(
             DOCUMENT_END + tl.cast(b, tl.int64) * stride_document_end_b + kv_idx + Nq - Nk,
-            met,
+            document_edge,
             mask=(kv_idx + Nq - Nk >= 0) & (side < 1) & (kv_idx + Nq - Nk < Nq),
         )
         tl.store(
             DOCUMENT_FIRST + tl.cast(b, tl.int64) * stride_document_first_b + Nq - kv_idx - 1,
-            met,
+            document_edge,
             mask=(Nq - kv_idx - 1 >= 0) & (side > 0) & (kv_idx < Nk),
         )
         tl.store(
             DOCUMENT_Q_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_q_full_first_b + kv_idx,
-            q_run,
+            q_run_edge,
             mask=(kv_idx < Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_Q_FULL_END + tl.cast(b, tl.int64) * stride_document_q_full_end_b + Nk - kv_idx - 1,
-            q_run,
+            q_run_edge,
             mask=(Nk - kv_idx - 1 >= 0) & (side > 0),
         )
         tl.store(
             DOCUMENT_Q_END + tl.cast(b, tl.int64) * stride_document_q_end_b + kv_idx,
-            q_met,
+            q_document_edge,
             mask=(kv_idx < Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_Q_FIRST + tl.cast(b, tl.int64) * stride_document_q_first_b + Nk - kv_idx - 1,
-            q_met,
+            q_document_edge,
             mask=(Nk - kv_idx - 1 >= 0) & (side > 0),
         )
         start_before = tl.max(run_start, 0)

@@ -297,7 +297,7 @@ SIGNATURE = runtime.Signature(
     dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq", ""),
 )
 OPERATORS = runtime.Operators(
-    "local_global_dropout_mha_f87ab8848924",
+    "local_global_dropout_mha_4cbb1c5d13fd",
     SIGNATURE,
     _forward,
     _backward,

@@ -133,7 +133,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def list_position(ranks, tile, RATIO: tl.constexpr):
+def _list_position(ranks, tile, RATIO: tl.constexpr):
     # The number of tiles of a row's listed blocks before a tile; a block is RATIO tiles long.
     block = tile // RATIO
     before = tl.load(ranks + block)
@@ -141,7 +141,7 @@ def list_position(ranks, tile, RATIO: tl.constexpr):
 
 
 @triton.jit
-def tile_at(blocks, at, listed, RATIO: tl.constexpr):
+def _tile_at(blocks, at, listed, RATIO: tl.constexpr):
     # The tile at a position among those of a row's listed blocks. Loops read it one iteration ahead; it is not read if
     # not `listed`.
     block = at // RATIO
@@ -149,7 +149,7 @@ def tile_at(blocks, at, listed, RATIO: tl.constexpr):
 
 
 @triton.jit
-def philox_round(c0, c1, c2, c3, k0, k1):
+def _philox_round(c0, c1, c2, c3, k0, k1):
     # A round of Philox4x32 (Salmon et al. 2011): four random words from a counter of four words and a key of two; 7
     # rounds are run.
     a = c0.to(tl.uint64) * 0xD2511F53
@@ -158,7 +158,7 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def dropout_words(
+def _dropout_words(
     seed, b, h, q_start, kv_start,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -181,13 +181,13 @@ def dropout_words(
     # the first round multiplies scalars, the second vectors
     c0, c1, c2, c3 = tl.cast(h, tl.uint32), q, tl.cast(b, tl.uint32), kv
     for _ in tl.static_range(6):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     # the last round: words of even queries are c1 and c0, by bit 0 of kv, and those of odd queries c3 and c2
     odd = (i % 2 == 1)[:, None]
     if TRANSPOSED:
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         even_col, odd_col = tl.where(odd, c0, c1), tl.where(odd, c2, c3)
     else:  # both words of a query come from one product: each thread multiplies for its own queries
         product = tl.where(odd, c0, c2).to(tl.uint64) * tl.where(odd, 0xD2511F53, 0xCD9E8D57).to(tl.uint64)
@@ -200,7 +200,7 @@ def dropout_words(
 
 
 @triton.jit
-def dropout_keep(words, threshold, TRANSPOSED: tl.constexpr):
+def _dropout_keep(words, threshold, TRANSPOSED: tl.constexpr):
     # Which scores dropout keeps, by their words. A score uses two bytes of its word as a number of 65536ths: the upper
     # one is byte 2 * (bit 3 of q) + (bit 3 of kv), and the lower one is the byte below it, which for byte 0 is byte 3.
     row, col = tl.arange(0, words.shape[0]) // 8 % 2, tl.arange(0, words.shape[1]) // 8 % 2
@@ -211,11 +211,11 @@ def dropout_keep(words, threshold, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def dropped(x, words, threshold, zero, TRANSPOSED: tl.constexpr):
+def _dropped(x, words, threshold, zero, TRANSPOSED: tl.constexpr):
     # x where dropout keeps it, and `zero` elsewhere. A kernel that then only casts x to 16 bits passes 0.0 * keep_scale
     # as zero, which the compiler does not know to be 0.0. Otherwise it would cast before it selects, when two values of
     # x share a register, and would unpack and repack each register.
-    return tl.where(dropout_keep(words, threshold, TRANSPOSED), x, zero)
+    return tl.where(_dropout_keep(words, threshold, TRANSPOSED), x, zero)
 
 
 @triton.jit
@@ -225,11 +225,11 @@ def keep_mask(SEED, KEEP, threshold, Hq, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV
     pid, q_tiles, kv_tiles = tl.program_id(0), tl.cdiv(Nq, BLOCK_Q), tl.cdiv(Nk, BLOCK_KV)
     q_start, kv_start = pid // kv_tiles % q_tiles * BLOCK_Q, pid % kv_tiles * BLOCK_KV
     head = pid // kv_tiles // q_tiles
-    words = dropout_words(tl.load(SEED), head // Hq, head % Hq, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+    words = _dropout_words(tl.load(SEED), head // Hq, head % Hq, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
     q_idx, kv_idx = q_start + tl.arange(0, BLOCK_Q), kv_start + tl.arange(0, BLOCK_KV)
     tl.store(
         KEEP + tl.cast(head, tl.int64) * Nq * Nk + tl.cast(q_idx, tl.int64)[:, None] * Nk + kv_idx[None, :],
-        dropout_keep(words, threshold, False),
+        _dropout_keep(words, threshold, False),
         mask=(q_idx < Nq)[:, None] & (kv_idx < Nk)[None, :],
     )
 
@@ -292,12 +292,12 @@ def fwd(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -306,7 +306,7 @@ def fwd(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
@@ -318,18 +318,18 @@ def fwd(
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
             )
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
@@ -341,7 +341,7 @@ def fwd(
                 other=0.0,
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         s = tl.where((kv_idx < Nk)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -357,7 +357,7 @@ def fwd(
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -473,12 +473,12 @@ def dq(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -496,17 +496,17 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         ds = dp * p_kept - p * delta[:, None]
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
@@ -530,8 +530,8 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         ds = dp * p_kept - p * delta[:, None]
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
@@ -659,12 +659,12 @@ def dkdv(
         + tl.cast(h, tl.int64) * stride_q_list_h
         + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
     )
-    q_full_end_at = list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
-    q_ahead = tile_at(Q_LIST_row, 0, q_full_end_at > 0, BLOCK // BLOCK_Q)
+    q_full_end_at = _list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
+    q_ahead = _tile_at(Q_LIST_row, 0, q_full_end_at > 0, BLOCK // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, q_full_end_at, disable_licm=True):
         q_tile = q_ahead
-        q_ahead = tile_at(Q_LIST_row, at + 1, q_full_end_at > at + 1, BLOCK // BLOCK_Q)
+        q_ahead = _tile_at(Q_LIST_row, at + 1, q_full_end_at > at + 1, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         if TMA:
             q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
@@ -681,22 +681,22 @@ def dkdv(
         lse2 = tl.load(LSE2_head + q_start + q_off)
         delta = tl.load(DELTA_head + q_start + q_off)
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
         dp = tl.dot(v, tl.trans(do))
         s = tl.dot(k, tl.trans(q))
         p = tl.exp2(s * qk_scale - lse2[None, :])
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
         ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
-    q_end_at = list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
-    q_ahead = tile_at(Q_LIST_row, q_full_end_at, q_end_at > q_full_end_at, BLOCK // BLOCK_Q)
+    q_end_at = _list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
+    q_ahead = _tile_at(Q_LIST_row, q_full_end_at, q_end_at > q_full_end_at, BLOCK // BLOCK_Q)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(q_full_end_at, q_end_at, disable_licm=True):
         q_tile = q_ahead
-        q_ahead = tile_at(Q_LIST_row, at + 1, q_end_at > at + 1, BLOCK // BLOCK_Q)
+        q_ahead = _tile_at(Q_LIST_row, at + 1, q_end_at > at + 1, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
         if TMA:
@@ -718,11 +718,11 @@ def dkdv(
         lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
         delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
         dp = tl.dot(v, tl.trans(do))
         s = tl.dot(k, tl.trans(q))
         p = tl.exp2(s * qk_scale - lse2[None, :])
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
         ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)
@@ -816,12 +816,12 @@ def jvp(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
+    kv_full_end_at = _list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         if TMA:
             k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -836,13 +836,13 @@ def jvp(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         ts_part = tl.dot(tq, tl.trans(k))
         ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         p = tl.exp2(s * qk_scale - lse2[:, None])
         tscore = ts * scale
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         tp = p * tscore
         tp_kept = p_kept * tscore
         if TMA:
@@ -863,12 +863,12 @@ def jvp(
         acc = tl.dot(tp_kept_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
-    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
+    kv_end_at = _list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the end of a tensor cuts
     for at in tl.range(kv_full_end_at, kv_end_at):
         kv_tile = kv_ahead
-        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
+        kv_ahead = _tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
@@ -888,14 +888,14 @@ def jvp(
                 other=0.0,
             )
         if DROPOUT:
-            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         ts_part = tl.dot(tq, tl.trans(k))
         ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         s = tl.where((kv_idx < Nk)[None, :], s, float("-inf"))
         p = tl.exp2(s * qk_scale - lse2[:, None])
         tscore = ts * scale
-        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+        p_kept = _dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         tp = p * tscore
         tp_kept = p_kept * tscore
         if TMA:

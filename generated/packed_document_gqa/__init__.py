@@ -235,7 +235,7 @@ def _backward(
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -246,9 +246,9 @@ def _backward(
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    use_fused = 1 if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+    _use_fused = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0 else 0
     # programs among which the query heads of a group are split
@@ -257,11 +257,11 @@ def _backward(
         (
             group // runtime.divisor(
                 group,
-                min((2 if use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))),
+                min((2 if _use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))),
             )
         ),
     )
-    if use_fused > 0:
+    if _use_fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -270,8 +270,8 @@ def _backward(
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_semaphore = runtime.zeros(
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dkdv_semaphore = runtime.zeros(
             q,
             (B, Hkv, split_pairs, Nk),
             (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
@@ -288,7 +288,7 @@ def _backward(
         BWD(
             q, Nk, B * Hkv * splits,
             (
-                q, k, v, grad_out, lse2, delta, document_q_first, document_q_end, dq_semaphore, dkdv_semaphore,
+                q, k, v, grad_out, lse2, delta, document_q_first, document_q_end, _dq_semaphore, _dkdv_semaphore,
                 dq_acc, dk_heads, dv_heads,
             ),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
@@ -392,7 +392,7 @@ def packed_spans(
         )
     cu_seqlens_q, cu_seqlens_kv = (
         x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv)
-    )  # kernels wait for one another by what rises
+    )  # kernels wait for one another in an order that needs bounds that never fall
     spans = []
     for own, other, n, side in ((cu_seqlens_q, cu_seqlens_kv, n_q, 1), (cu_seqlens_kv, cu_seqlens_q, n_kv, -1)):
         position = torch.arange(n, device=own.device, dtype=torch.int32)
@@ -418,5 +418,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("Nq", "Nq", "Nk", "Nk"))
-OPERATORS = runtime.Operators("packed_document_gqa_32b6664a12d0", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_f13ee2fe99ae", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

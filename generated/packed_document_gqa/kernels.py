@@ -713,22 +713,22 @@ def dkdv_end(
             + tl.cast(hkv, tl.int64) * stride_dv_partial_h
             + tl.cast(split, tl.int64) * stride_dv_partial_s
         )
-        dk_split = tl.load(
+        dk_partial = tl.load(
             DK_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dk_partial_n + (
                 kv_off[:, None] * stride_dk_partial_n + d_qk[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dk = dk + dk_split.to(tl.float32)
-        dv_split = tl.load(
+        dk = dk + dk_partial.to(tl.float32)
+        dv_partial = tl.load(
             DV_PARTIAL_head + tl.cast(kv_start, tl.int64) * stride_dv_partial_n + (
                 kv_off[:, None] * stride_dv_partial_n + d_v[None, :]
             ),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dv = dv + dv_split.to(tl.float32)
+        dv = dv + dv_partial.to(tl.float32)
     dk_out = dk.to(dtype)
     tl.store(
         dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),

@@ -5,7 +5,7 @@ computes 64 rows of queries. Barriers `..._full` say that a stage is full;
 named barriers, from 5 on, or barriers `..._empty`, say that it is free. Other named
 barriers order the consumers.
 In the backward these rows are of keys.
-A writer warp (dQ reduction warp) adds the consumers' parts of dQ by TMA.
+A dQ reduction warp adds the consumers' parts of dQ by TMA.
 Programs add in a fixed order: a semaphore for each tile of queries, in device memory, counts those that have added.
 """
 
@@ -25,23 +25,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 # Gluon's TMA copies have other names since Triton 3.8.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
-    tma_load = tma.async_load
-    tma_store = tma.async_store
-    tma_reduce_add = tma.async_atomic_add
-    cp_async = async_copy.async_load
+    _tma_load = tma.async_load
+    _tma_store = tma.async_store
+    _tma_reduce_add = tma.async_atomic_add
+    _cp_async = async_copy.async_load
 else:
-    tma_load = tma.async_copy_global_to_shared
-    tma_store = tma.async_copy_shared_to_global
+    _tma_load = tma.async_copy_global_to_shared
+    _tma_store = tma.async_copy_shared_to_global
 
     @builtin
-    def tma_reduce_add(descriptor, place, tile, _semantic=None):
+    def _tma_reduce_add(descriptor, place, tile, _semantic=None):
         at = _semantic._convert_to_ir_values(place, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, tile.handle)
 
-    cp_async = async_copy.async_copy_global_to_shared
+    _cp_async = async_copy.async_copy_global_to_shared
 
 # View shared memory with another shape and layout; the method is public since Triton 3.9.
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -51,13 +51,13 @@ D_V = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def layout_of(columns):
+def _layout_of(columns):
     # The wgmma accumulator layout of a tile of ROWS rows, in the four warps of a consumer.
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def barrier_arrive(barrier, THREADS: gl.constexpr):
+def _barrier_arrive(barrier, THREADS: gl.constexpr):
     # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
     # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
@@ -68,7 +68,7 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_arrive_early(barrier, THREADS: gl.constexpr):
+def _barrier_arrive_early(barrier, THREADS: gl.constexpr):
     # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
     # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
@@ -78,7 +78,7 @@ def barrier_arrive_early(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_sync(barrier, THREADS: gl.constexpr):
+def _barrier_sync(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all other threads have arrived.
     gl.inline_asm_elementwise(
         "barrier.sync $1, $2; mov.u32 $0, 0;", "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1
@@ -86,15 +86,15 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def shared_layout(rows, columns, dtype):
+def _shared_layout(rows, columns, dtype):
     # The shared-memory layout that wgmma reads.
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 @gluon.constexpr_function
-def swizzled_layout(columns):
+def _swizzled_layout(columns):
     # The layout of fp32 tiles that TMA stores, with neighbouring groups of 16 columns swapped in odd rows, so that
-    # `store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first the
+    # `_store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first
     # columns of 128 bytes, then rows, then further columns. The 16 in the basis [1, 4 + 16] of bit 0 of the row swaps
     # the groups; the 4, 8 and 16 are TMA's swizzle of 128 bytes.
     rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
@@ -103,30 +103,30 @@ def swizzled_layout(columns):
 
 
 @gluon.jit
-def groups_of_16(x):
+def _groups_of_16(x):
     # The even and the odd groups of 16 columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, x.shape[1] // 32, 2, 16]).permute((0, 1, 3, 2)).split()
 
 
 @gluon.jit
-def store_acc(tile, x, LAYOUT: gl.constexpr):
+def _store_acc(tile, x, LAYOUT: gl.constexpr):
     # Store an accumulator to shared memory. Threads of odd rows store groups of 16 columns in another order than those
     # of even rows, so that the stores of a warp go to different banks.
     odd = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None] % 2 + gl.zeros(
         [ROWS, x.shape[1]], gl.int32, LAYOUT
     )
-    left, right = groups_of_16(x)
-    swaps, _ = groups_of_16(odd)
+    left, right = _groups_of_16(x)
+    swaps, _ = _groups_of_16(odd)
     transposed = (
         gl.join(gl.where(swaps == 1, right, left), gl.where(swaps == 1, left, right))
         .permute((0, 1, 3, 2))
         .reshape([ROWS, x.shape[1]])
     )
-    reinterpret(tile, gl.float32, [ROWS, x.shape[1]], swizzled_layout(x.shape[1])).store(transposed)
+    _reinterpret(tile, gl.float32, [ROWS, x.shape[1]], _swizzled_layout(x.shape[1])).store(transposed)
 
 
 @gluon.jit
-def semaphore_value(counter):
+def _semaphore_value(counter):
     # The number of programs that have added to a tile so far.
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.u32 $0, [$1];",
@@ -135,7 +135,7 @@ def semaphore_value(counter):
 
 
 @gluon.jit
-def semaphore_acquire(counter, seen, order):
+def _semaphore_acquire(counter, seen, order):
     # Wait until `order` programs have added to a tile. `seen` is a value of the counter that was read earlier, or 0: if
     # it is `order`, nothing is read. Later TMA operations are ordered after the wait.
     gl.inline_asm_elementwise(
@@ -147,7 +147,7 @@ def semaphore_acquire(counter, seen, order):
 
 
 @gluon.jit
-def store_wait_read():
+def _store_wait_read():
     # Wait until TMA has read the shared memory of all stores that this warp has issued.
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
@@ -156,7 +156,7 @@ def store_wait_read():
 
 
 @gluon.jit
-def semaphore_release(counter):
+def _semaphore_release(counter):
     # Wait until all stores that this warp has issued are complete; then lane 0 adds 1 to the counter of programs.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
@@ -166,41 +166,41 @@ def semaphore_release(counter):
 
 
 @gluon.jit
-def opaque_zero():
+def _opaque_zero():
     # A zero that the compiler cannot see through: values that depend on it are computed here, not before the loop.
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
-def in_place(count):
+def _in_place(count):
     # Constraints of `count` registers that are outputs and inputs at once.
     return ",".join(["=f"] * count + [str(i) for i in range(count)])
 
 
 @gluon.jit
-def pin_tile(x):
+def _pin_tile(x):
     # Return x, a tile without negative values. So its bits are never -1, the branch is always taken, and the nanosleep
     # never runs. ptxas does not know that, and moves no instruction past the branch.
     NUMBERS: gl.constexpr = ROWS * x.shape[1] // 128
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 bits; mov.b32 bits, $0; setp.eq.s32 p, bits, -1; @!p bra DONE; "
         "nanosleep.u32 20; DONE: }",
-        in_place(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS,
+        _in_place(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS,
     )
 
 
 @gluon.jit
-def row_max(x):
+def _row_max(x):
     # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
-PARTIALS = gl.constexpr(8)  # partial sums of each row
+_PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 
 @gluon.constexpr_function
-def partials_layout():
+def _partials_layout():
     # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
     # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
@@ -208,28 +208,28 @@ def partials_layout():
 
 
 @gluon.jit
-def partial_sums(x, LAYOUT: gl.constexpr):
+def _partial_sums(x, LAYOUT: gl.constexpr):
     # Partial sums of each row, each over every eighth column. A thread adds only its own columns.
     return gl.convert_layout(
-        gl.sum(x.reshape([ROWS, x.shape[1] // PARTIALS, PARTIALS]), 1), LAYOUT, assert_trivial=True
+        gl.sum(x.reshape([ROWS, x.shape[1] // _PARTIALS, _PARTIALS]), 1), LAYOUT, assert_trivial=True
     )
 
 
 @gluon.jit
-def row_sum(x):
+def _row_sum(x):
     # The sum of each row. A thread has two rows, with two independent partial sums for each.
     partials = gl.sum(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.sum(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
 @gluon.jit
-def row_vector(x, LAYOUT: gl.constexpr):
+def _row_vector(x, LAYOUT: gl.constexpr):
     # A vector with one value per row, in the layout of the rows of LAYOUT.
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
-def pack(x, dtype: gl.constexpr):
+def _pack(x, dtype: gl.constexpr):
     # x in the element type, two values per 32-bit register. The compiler does not move it to its use, as it would a
     # cast.
     even, odd = x.reshape([ROWS, x.shape[1] // 2, 2]).split()
@@ -238,7 +238,7 @@ def pack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack(x, dtype: gl.constexpr):
+def _unpack(x, dtype: gl.constexpr):
     # The packed values as a tile of the element type.
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
@@ -247,24 +247,24 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
+def _next_stage(stage, phase, STAGES: gl.constexpr):
     # The stage after this one, and the phase of its barrier.
     last = stage + 1 == STAGES
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def load_row_vector(start, rows_left, stage, full):
+def _load_row_vector(start, rows_left, stage, full):
     # Copy one value for each row of a tile to shared memory, with 0 for rows from `rows_left` on. No thread waits: the
     # copy arrives at the tile's barrier.
     offsets = gl.arange(0, stage.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(stage, start + offsets, mask=offsets < rows_left)
+    _cp_async(stage, start + offsets, mask=offsets < rows_left)
     async_copy.mbarrier_arrive(full)
 
 
 @gluon.jit
-def fetch_next(counter):
-    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+def _fetch_next(counter):
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `_broadcast`, which reads the
     # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
@@ -274,7 +274,7 @@ def fetch_next(counter):
 
 
 @gluon.jit
-def broadcast(ticket):
+def _broadcast(ticket):
     # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
@@ -282,16 +282,16 @@ def broadcast(ticket):
 
 
 @gluon.jit
-def reset(counter):
+def _reset(counter):
     # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
     # program to end sets both to 0 for the next launch.
-    if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
+    if _broadcast(_fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
 
 @gluon.jit
-def rematerialize(x):
+def _rematerialize(x):
     # Return x, which the compiler cannot see through: values that depend on it are computed here, not before the loop
     # over tiles.
     x = gl.to_tensor(x)
@@ -303,13 +303,13 @@ def rematerialize(x):
 
 
 @gluon.jit
-def write_index(number, stage):
+def _write_index(number, stage):
     # Pass an integer to all consumers.
     stage.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
 
 
 @gluon.jit
-def read_index(stage, WARPS: gl.constexpr = 4):
+def _read_index(stage, WARPS: gl.constexpr = 4):
     # Read the integer that was passed, in a warp group of WARPS warps.
     return gl.max(stage.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
@@ -327,25 +327,25 @@ PERSISTENT = {"fwd": 2, "bwd": 1, "jvp": 1}
 
 @gluon.jit
 def fwd_producer(
-    Q, K, V, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, Hq, Nq, Nk, q_smem, q_full,
-    k_smem, k_full, v_smem, v_full, work_smem, work_full, COUNTER, TILES,
+    Q, K, V, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, Hq, Nq, Nk, Q_smem, Q_full,
+    K_smem, K_full, V_smem, V_full, Work_smem, Work_full, COUNTER, TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_loads = 0
-    k_stage, k_loads = 0, 0
-    v_stage, v_loads = 0, 0
-    work_stage, work_loads = 0, 0
-    Hq = rematerialize(Hq)
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
+    Q_loads = 0
+    K_stage, K_loads = 0, 0
+    V_stage, V_loads = 0, 0
+    Work_stage, Work_loads = 0, 0
+    Hq = _rematerialize(Hq)
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
     pid = gl.program_id(0)
     while pid >= 0:
-        Hq = rematerialize(Hq)
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
+        Hq = _rematerialize(Hq)
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
         q_tiles = gl.cdiv(Nq, BLOCK_Q)
         q_start = (pid % q_tiles) * BLOCK_Q
         h = pid // q_tiles % Hq
@@ -360,125 +360,125 @@ def fwd_producer(
             kv_full_first,
             gl.maximum(0, gl.minimum(gl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV,
         )
-        if work_loads >= 2:
-            barrier_sync(6 + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-        write_index(q_start, work_smem.index(10 * work_stage))
-        write_index(h, work_smem.index(10 * work_stage + 1))
-        write_index(b, work_smem.index(10 * work_stage + 2))
-        write_index(key_padding_first, work_smem.index(10 * work_stage + 3))
-        write_index(key_padding_run, work_smem.index(10 * work_stage + 4))
-        write_index(key_padding_end, work_smem.index(10 * work_stage + 5))
-        write_index(kv_end, work_smem.index(10 * work_stage + 6))
-        write_index(kv_first, work_smem.index(10 * work_stage + 7))
-        write_index(kv_full_first, work_smem.index(10 * work_stage + 8))
-        write_index(kv_full_end, work_smem.index(10 * work_stage + 9))
-        mbarrier.arrive(work_full.index(work_stage), count=1)
-        work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-        ticket = fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
-        if q_loads >= 1:
-            barrier_sync(5, THREADS)  # the stage is free
+        if Work_loads >= 2:
+            _barrier_sync(6 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _write_index(q_start, Work_smem.index(10 * Work_stage))
+        _write_index(h, Work_smem.index(10 * Work_stage + 1))
+        _write_index(b, Work_smem.index(10 * Work_stage + 2))
+        _write_index(key_padding_first, Work_smem.index(10 * Work_stage + 3))
+        _write_index(key_padding_run, Work_smem.index(10 * Work_stage + 4))
+        _write_index(key_padding_end, Work_smem.index(10 * Work_stage + 5))
+        _write_index(kv_end, Work_smem.index(10 * Work_stage + 6))
+        _write_index(kv_first, Work_smem.index(10 * Work_stage + 7))
+        _write_index(kv_full_first, Work_smem.index(10 * Work_stage + 8))
+        _write_index(kv_full_end, Work_smem.index(10 * Work_stage + 9))
+        mbarrier.arrive(Work_full.index(Work_stage), count=1)
+        Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+        ticket = _fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
+        if Q_loads >= 1:
+            _barrier_sync(5, THREADS)  # the stage is free
         for copy in gl.static_range(2):
-            mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
-            tma_load(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_smem.index(copy))
-        q_loads += 1
-        # the tiles of one iteration
+            mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
+            _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
+        Q_loads += 1
+        # load the tiles that consumers use in one iteration
         for kv_tile in range(kv_full_first, kv_full_end):
             kv_start = kv_tile * BLOCK_KV
-            if k_loads >= STAGES:
-                barrier_sync(6 + k_stage, THREADS)  # the stage is free
-            mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-            tma_load(K, [b, h, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-            k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-            if v_loads >= STAGES:
-                barrier_sync(6 + STAGES + v_stage, THREADS)  # the stage is free
-            mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-            tma_load(V, [b, h, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-            v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-        # the tiles of one iteration
+            if K_loads >= STAGES:
+                _barrier_sync(6 + K_stage, THREADS)  # the stage is free
+            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+            K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+            if V_loads >= STAGES:
+                _barrier_sync(6 + STAGES + V_stage, THREADS)  # the stage is free
+            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+            V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+        # load the tiles that consumers use in one iteration
         for kv_tile in range(kv_first, kv_full_first + (kv_end - kv_full_end)):
             kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
             kv_start = kv_tile * BLOCK_KV
-            if k_loads >= STAGES:
-                barrier_sync(6 + k_stage, THREADS)  # the stage is free
-            mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-            tma_load(K, [b, h, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-            k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-            if v_loads >= STAGES:
-                barrier_sync(6 + STAGES + v_stage, THREADS)  # the stage is free
-            mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-            tma_load(V, [b, h, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-            v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-        pid = broadcast(ticket) + gl.num_programs(0)
+            if K_loads >= STAGES:
+                _barrier_sync(6 + K_stage, THREADS)  # the stage is free
+            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+            K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+            if V_loads >= STAGES:
+                _barrier_sync(6 + STAGES + V_stage, THREADS)  # the stage is free
+            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+            V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+        pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
-    if work_loads >= 2:
-        barrier_sync(6 + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-    write_index(-1, work_smem.index(10 * work_stage))
-    mbarrier.arrive(work_full.index(work_stage), count=1)
-    work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-    reset(COUNTER)
-    if q_loads > 0:
-        barrier_sync(5, THREADS)
-    for _ in range(gl.minimum(k_loads, STAGES)):
-        k_stage = gl.where(k_stage == 0, STAGES - 1, k_stage - 1)
-        barrier_sync(6 + k_stage, THREADS)
-    for _ in range(gl.minimum(v_loads, STAGES)):
-        v_stage = gl.where(v_stage == 0, STAGES - 1, v_stage - 1)
-        barrier_sync(6 + STAGES + v_stage, THREADS)
-    for _ in range(gl.minimum(work_loads, 2)):
-        work_stage = gl.where(work_stage == 0, 2 - 1, work_stage - 1)
-        barrier_sync(6 + STAGES + STAGES + work_stage, THREADS)
+    if Work_loads >= 2:
+        _barrier_sync(6 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+    _write_index(-1, Work_smem.index(10 * Work_stage))
+    mbarrier.arrive(Work_full.index(Work_stage), count=1)
+    Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+    _reset(COUNTER)
+    if Q_loads > 0:
+        _barrier_sync(5, THREADS)
+    for _ in range(gl.minimum(K_loads, STAGES)):
+        K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
+        _barrier_sync(6 + K_stage, THREADS)
+    for _ in range(gl.minimum(V_loads, STAGES)):
+        V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
+        _barrier_sync(6 + STAGES + V_stage, THREADS)
+    for _ in range(gl.minimum(Work_loads, 2)):
+        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
+        _barrier_sync(6 + STAGES + STAGES + Work_stage, THREADS)
 
 
 @gluon.jit
 def fwd_consumer(
-    KEY_PADDING, O, LSE, scale, Nq, Nk, stride_key_padding_b, stride_lse_b, stride_lse_h, q_smem,
-    q_full, k_smem, k_full, v_smem, v_full, work_smem, work_full, o_smem,
+    Q, K, V, KEY_PADDING, O, LSE, scale, Nq, Nk, stride_key_padding_b, stride_lse_b, stride_lse_h,
+    Q_smem, Q_full, K_smem, K_full, V_smem, V_full, Work_smem, Work_full, O_smem,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
-    q_phase = 0
-    k_stage, k_phase = 0, 0
-    v_stage, v_phase = 0, 0
-    work_stage, work_phase = 0, 0
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
-    stride_key_padding_b = rematerialize(stride_key_padding_b)
-    stride_lse_b = rematerialize(stride_lse_b)
-    stride_lse_h = rematerialize(stride_lse_h)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    q_start = read_index(work_smem.index(10 * work_stage))
+    Q_phase = 0
+    K_stage, K_phase = 0, 0
+    V_stage, V_phase = 0, 0
+    Work_stage, Work_phase = 0, 0
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
+    stride_key_padding_b = _rematerialize(stride_key_padding_b)
+    stride_lse_b = _rematerialize(stride_lse_b)
+    stride_lse_h = _rematerialize(stride_lse_h)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    q_start = _read_index(Work_smem.index(10 * Work_stage))
     while q_start >= 0:
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
-        stride_key_padding_b = rematerialize(stride_key_padding_b)
-        stride_lse_b = rematerialize(stride_lse_b)
-        stride_lse_h = rematerialize(stride_lse_h)
-        b = read_index(work_smem.index(10 * work_stage + 2))
-        kv_end = read_index(work_smem.index(10 * work_stage + 6))
-        kv_first = read_index(work_smem.index(10 * work_stage + 7))
-        kv_full_first = read_index(work_smem.index(10 * work_stage + 8))
-        kv_full_end = read_index(work_smem.index(10 * work_stage + 9))
-        q_start = q_start + WARP_GROUP * ROWS
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
+        stride_key_padding_b = _rematerialize(stride_key_padding_b)
+        stride_lse_b = _rematerialize(stride_lse_b)
+        stride_lse_h = _rematerialize(stride_lse_h)
+        b = _read_index(Work_smem.index(10 * Work_stage + 2))
+        kv_end = _read_index(Work_smem.index(10 * Work_stage + 6))
+        kv_first = _read_index(Work_smem.index(10 * Work_stage + 7))
+        kv_full_first = _read_index(Work_smem.index(10 * Work_stage + 8))
+        kv_full_end = _read_index(Work_smem.index(10 * Work_stage + 9))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
         KEY_PADDING_head = KEY_PADDING + gl.cast(b, gl.int64) * stride_key_padding_b
         qk_scale = LOG2E * scale
-        mbarrier.wait(q_full.index(WARP_GROUP), q_phase)
-        q = q_smem.index(WARP_GROUP).reshape([ROWS, D_QK])
+        mbarrier.wait(Q_full.index(_WARP_GROUP), Q_phase)
+        q = Q_smem.index(_WARP_GROUP).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
         # tiles with nothing to mask: no mask, no bounds checks
         for _ in range(kv_full_first, kv_full_end):
-            mbarrier.wait(k_full.index(k_stage), k_phase)
-            k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
+            mbarrier.wait(K_full.index(K_stage), K_phase)
+            k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
                 q,
                 k.permute((1, 0)),
@@ -487,23 +487,23 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            barrier_arrive_early(6 + k_stage, THREADS)
-            k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
-            m_new = gl.maximum(m, row_max(s))
+            _barrier_arrive_early(6 + K_stage, THREADS)
+            K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
+            m_new = gl.maximum(m, _row_max(s))
             p = gl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
             alpha = gl.exp2((m - m_new) * qk_scale)
-            soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-            rescaled = acc * soft_alpha_acc[:, None]
-            p_sum = row_sum(p)
+            soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+            rescaled = acc * soft_alpha_ACC[:, None]
+            p_sum = _row_sum(p)
             l = p_sum + alpha * l
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-            p_cast = pack(p, dtype)
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+            mbarrier.wait(V_full.index(V_stage), V_phase)
+            v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+            p_cast = _pack(p, dtype)
+            p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            barrier_arrive_early(6 + STAGES + v_stage, THREADS)
-            v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
+            _barrier_arrive_early(6 + STAGES + V_stage, THREADS)
+            V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
             m = m_new
         # tiles that the mask or the end of a tensor cuts
         for kv_tile in range(kv_first, kv_full_first + (kv_end - kv_full_end)):
@@ -515,8 +515,8 @@ def fwd_consumer(
                 mask=kv_idx < Nk,
                 other=False,
             )
-            mbarrier.wait(k_full.index(k_stage), k_phase)
-            k = k_smem.index(k_stage).reshape([BLOCK_KV, D_QK])
+            mbarrier.wait(K_full.index(K_stage), K_phase)
+            k = K_smem.index(K_stage).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
                 q,
                 k.permute((1, 0)),
@@ -525,50 +525,50 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            barrier_arrive_early(6 + k_stage, THREADS)
-            k_stage, k_phase = next_stage(k_stage, k_phase, STAGES)
+            _barrier_arrive_early(6 + K_stage, THREADS)
+            K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
             s = gl.where((key_padding & (kv_idx < Nk))[None, :], s, float("-inf"))
-            m_new = gl.maximum(m, row_max(s))
+            m_new = gl.maximum(m, _row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
-            soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
-            rescaled = acc * soft_alpha_acc[:, None]
-            p_sum = row_sum(p)
+            soft_alpha_ACC = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
+            rescaled = acc * soft_alpha_ACC[:, None]
+            p_sum = _row_sum(p)
             l = p_sum + alpha * l
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-            p_cast = pack(p, dtype)
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+            mbarrier.wait(V_full.index(V_stage), V_phase)
+            v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+            p_cast = _pack(p, dtype)
+            p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            barrier_arrive_early(6 + STAGES + v_stage, THREADS)
-            v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
+            _barrier_arrive_early(6 + STAGES + V_stage, THREADS)
+            V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
             m = m_new
-        barrier_arrive(5, THREADS)
-        q_phase ^= 1
+        _barrier_arrive(5, THREADS)
+        Q_phase ^= 1
         # the tile's coordinates, read again: no registers held them
-        q_start = read_index(work_smem.index(10 * work_stage))
-        h = read_index(work_smem.index(10 * work_stage + 1))
-        b = read_index(work_smem.index(10 * work_stage + 2))
-        q_start = q_start + WARP_GROUP * ROWS
+        q_start = _read_index(Work_smem.index(10 * Work_stage))
+        h = _read_index(Work_smem.index(10 * Work_stage + 1))
+        b = _read_index(Work_smem.index(10 * Work_stage + 2))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
         inv_l = gl.where(l > 0, 1.0 / l, 0)
-        inv_l_acc = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
-        o = (acc * inv_l_acc[:, None]).to(dtype)
+        inv_l_ACC = gl.convert_layout(inv_l, gl.SliceLayout(1, ACC))
+        o = (acc * inv_l_ACC[:, None]).to(dtype)
         tma.store_wait(0)  # the previous tile's outputs have left the stage
-        o_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(o)
+        O_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(o)
         fence_async_shared()
-        tma_store(O, [b, h, q_start, 0], o_smem.index(WARP_GROUP))
+        _tma_store(O, [b, h, q_start, 0], O_smem.index(_WARP_GROUP))
         lse = gl.where(l > 0, (m * qk_scale + gl.log2(l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        barrier_arrive(6 + STAGES + STAGES + work_stage, THREADS)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        q_start = read_index(work_smem.index(10 * work_stage))
-    barrier_arrive(6 + STAGES + STAGES + work_stage, THREADS)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        _barrier_arrive(6 + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        q_start = _read_index(Work_smem.index(10 * Work_stage))
+    _barrier_arrive(6 + STAGES + STAGES + Work_stage, THREADS)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     tma.store_wait(0)
 
 
@@ -585,23 +585,23 @@ def fwd(
     STAGES: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, for one query tile of a head.
-    q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_smem = gl.allocate_shared_memory(gl.int32, [10 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    o_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
-    for stage in gl.static_range(2):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_full.index(stage), count=1)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    Work_smem = gl.allocate_shared_memory(gl.int32, [10 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    O_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
+    for at in gl.static_range(2):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_full.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -609,24 +609,24 @@ def fwd(
             (
                 fwd_consumer,
                 (
-                    KEY_PADDING, O, LSE, scale, Nq, Nk, stride_key_padding_b, stride_lse_b,
-                    stride_lse_h, q_smem, q_full, k_smem, k_full, v_smem, v_full, work_smem,
-                    work_full, o_smem, BLOCK_KV, STAGES, THREADS, 0,
+                    Q, K, V, KEY_PADDING, O, LSE, scale, Nq, Nk, stride_key_padding_b, stride_lse_b,
+                    stride_lse_h, Q_smem, Q_full, K_smem, K_full, V_smem, V_full, Work_smem,
+                    Work_full, O_smem, BLOCK_KV, STAGES, THREADS, 0,
                 ),
             ),
             (
                 fwd_consumer,
                 (
-                    KEY_PADDING, O, LSE, scale, Nq, Nk, stride_key_padding_b, stride_lse_b,
-                    stride_lse_h, q_smem, q_full, k_smem, k_full, v_smem, v_full, work_smem,
-                    work_full, o_smem, BLOCK_KV, STAGES, THREADS, 1,
+                    Q, K, V, KEY_PADDING, O, LSE, scale, Nq, Nk, stride_key_padding_b, stride_lse_b,
+                    stride_lse_h, Q_smem, Q_full, K_smem, K_full, V_smem, V_full, Work_smem,
+                    Work_full, O_smem, BLOCK_KV, STAGES, THREADS, 1,
                 ),
             ),
             (
                 fwd_producer,
                 (
                     Q, K, V, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, Hq, Nq, Nk,
-                    q_smem, q_full, k_smem, k_full, v_smem, v_full, work_smem, work_full, COUNTER,
+                    Q_smem, Q_full, K_smem, K_full, V_smem, V_full, Work_smem, Work_full, COUNTER,
                     TILES, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
@@ -639,45 +639,45 @@ def fwd(
 @gluon.jit
 def bwd_producer(
     Q, K, V, dO, LSE2, DELTA, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, Hq, Nq, Nk,
-    stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h, k_smem, k_full, k_empty, v_smem,
-    v_full, v_empty, q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem, work_smem, work_full,
-    work_empty, COUNTER, TILES,
+    stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h, K_smem, K_full, K_empty, V_smem,
+    V_full, V_empty, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem, Work_smem, Work_full,
+    Work_empty, COUNTER, TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    k_phase = 1
-    v_phase = 1
-    q_stage, q_loads = 0, 0
-    do_stage, do_loads = 0, 0
-    work_stage, work_phase = 0, 1
-    Hq = rematerialize(Hq)
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
-    stride_lse2_b = rematerialize(stride_lse2_b)
-    stride_lse2_h = rematerialize(stride_lse2_h)
-    stride_delta_b = rematerialize(stride_delta_b)
-    stride_delta_h = rematerialize(stride_delta_h)
+    K_phase = 1
+    V_phase = 1
+    Q_stage, Q_loads = 0, 0
+    dO_stage, dO_loads = 0, 0
+    Work_stage, Work_phase = 0, 1
+    Hq = _rematerialize(Hq)
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
+    stride_lse2_b = _rematerialize(stride_lse2_b)
+    stride_lse2_h = _rematerialize(stride_lse2_h)
+    stride_delta_b = _rematerialize(stride_delta_b)
+    stride_delta_h = _rematerialize(stride_delta_h)
     # tiles are fetched in the order in which they start: a tile waits only for tiles with smaller numbers
-    pid = broadcast(fetch_next(COUNTER))
+    pid = _broadcast(_fetch_next(COUNTER))
     while pid < TILES:
-        Hq = rematerialize(Hq)
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
-        stride_lse2_b = rematerialize(stride_lse2_b)
-        stride_lse2_h = rematerialize(stride_lse2_h)
-        stride_delta_b = rematerialize(stride_delta_b)
-        stride_delta_h = rematerialize(stride_delta_h)
+        Hq = _rematerialize(Hq)
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
+        stride_lse2_b = _rematerialize(stride_lse2_b)
+        stride_lse2_h = _rematerialize(stride_lse2_h)
+        stride_delta_b = _rematerialize(stride_delta_b)
+        stride_delta_h = _rematerialize(stride_delta_h)
         kv_tiles = gl.cdiv(Nk, BLOCK_KV)
-        swizzle_heads = gl.maximum(1, 32768 // Nk)
-        first_head = pid // (swizzle_heads * kv_tiles) * swizzle_heads
-        heads_in_group = gl.minimum(swizzle_heads, TILES // kv_tiles - first_head)  # of the swizzle
-        in_group = pid - first_head * kv_tiles
-        flat_head = first_head + in_group % heads_in_group
-        kv_start = (kv_tiles - 1 - in_group // heads_in_group) * BLOCK_KV
-        h = flat_head % Hq
-        b = flat_head // Hq
+        _swizzle_heads = gl.maximum(1, 32768 // Nk)
+        first_head = pid // (_swizzle_heads * kv_tiles) * _swizzle_heads
+        _heads_in_group = gl.minimum(_swizzle_heads, TILES // kv_tiles - first_head)  # of the swizzle
+        _in_group = pid - first_head * kv_tiles
+        _flat_head = first_head + _in_group % _heads_in_group
+        kv_start = (kv_tiles - 1 - _in_group // _heads_in_group) * BLOCK_KV
+        h = _flat_head % Hq
+        b = _flat_head // Hq
         key_padding_first = gl.load(KEY_PADDING_FIRST + b)
         key_padding_run = gl.load(KEY_PADDING_RUN + b)
         key_padding_end = gl.load(KEY_PADDING_END + b)
@@ -694,111 +694,111 @@ def bwd_producer(
                 0,
             ),
         )
-        mbarrier.wait(work_empty.index(work_stage), work_phase)
-        write_index(kv_start, work_smem.index(8 * work_stage))
-        write_index(h, work_smem.index(8 * work_stage + 1))
-        write_index(b, work_smem.index(8 * work_stage + 2))
-        write_index(key_padding_first, work_smem.index(8 * work_stage + 3))
-        write_index(key_padding_run, work_smem.index(8 * work_stage + 4))
-        write_index(key_padding_end, work_smem.index(8 * work_stage + 5))
-        write_index(q_end, work_smem.index(8 * work_stage + 6))
-        write_index(q_full_end, work_smem.index(8 * work_stage + 7))
-        mbarrier.arrive(work_full.index(work_stage), count=1)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(k_empty.index(0), k_phase)
-        mbarrier.expect(k_full.index(0), BLOCK_KV * D_QK * 2)
-        tma_load(K, [b, h, kv_start, 0], k_full.index(0), k_smem.index(0))
-        k_phase ^= 1
+        mbarrier.wait(Work_empty.index(Work_stage), Work_phase)
+        _write_index(kv_start, Work_smem.index(8 * Work_stage))
+        _write_index(h, Work_smem.index(8 * Work_stage + 1))
+        _write_index(b, Work_smem.index(8 * Work_stage + 2))
+        _write_index(key_padding_first, Work_smem.index(8 * Work_stage + 3))
+        _write_index(key_padding_run, Work_smem.index(8 * Work_stage + 4))
+        _write_index(key_padding_end, Work_smem.index(8 * Work_stage + 5))
+        _write_index(q_end, Work_smem.index(8 * Work_stage + 6))
+        _write_index(q_full_end, Work_smem.index(8 * Work_stage + 7))
+        mbarrier.arrive(Work_full.index(Work_stage), count=1)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(K_empty.index(0), K_phase)
+        mbarrier.expect(K_full.index(0), BLOCK_KV * D_QK * 2)
+        _tma_load(K, [b, h, kv_start, 0], K_full.index(0), K_smem.index(0))
+        K_phase ^= 1
         for copy in gl.static_range(2):
-            mbarrier.wait(v_empty.index(copy), v_phase)
-            mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
-            tma_load(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_smem.index(copy))
-        v_phase ^= 1
+            mbarrier.wait(V_empty.index(copy), V_phase)
+            mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
+            _tma_load(V, [b, h, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
+        V_phase ^= 1
         # tiles in order
         for q_tile in range(q_end):
             q_start = q_tile * BLOCK_Q
-            if q_loads >= STAGES:
-                barrier_sync(5 + q_stage, THREADS)  # the stage is free
-            load_row_vector(
+            if Q_loads >= STAGES:
+                _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
+            _load_row_vector(
                 LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
                 Nq - q_start,
-                lse2_smem.index(q_stage),
-                q_full.index(q_stage),
+                LSE2_smem.index(Q_stage),
+                Q_full.index(Q_stage),
             )
-            load_row_vector(
+            _load_row_vector(
                 DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
                 Nq - q_start,
-                delta_smem.index(q_stage),
-                q_full.index(q_stage),
+                DELTA_smem.index(Q_stage),
+                Q_full.index(Q_stage),
             )
-            mbarrier.expect(q_full.index(q_stage), BLOCK_Q * D_QK * 2)
-            tma_load(Q, [b, h, q_start, 0], q_full.index(q_stage), q_smem.index(q_stage))
-            q_stage, q_loads = gl.where(q_stage + 1 == STAGES, 0, q_stage + 1), q_loads + 1
-            if do_loads >= STAGES:
-                barrier_sync(5 + STAGES + do_stage, THREADS)  # the stage is free
-            mbarrier.expect(do_full.index(do_stage), BLOCK_Q * D_V * 2)
-            tma_load(dO, [b, h, q_start, 0], do_full.index(do_stage), do_smem.index(do_stage))
-            do_stage, do_loads = gl.where(do_stage + 1 == STAGES, 0, do_stage + 1), do_loads + 1
-        pid = broadcast(fetch_next(COUNTER))
-    mbarrier.wait(work_empty.index(work_stage), work_phase)
-    write_index(-1, work_smem.index(8 * work_stage))
-    mbarrier.arrive(work_full.index(work_stage), count=1)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-    reset(COUNTER)
-    mbarrier.wait(k_empty.index(0), k_phase)
+            mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+            _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
+            Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
+            if dO_loads >= STAGES:
+                _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
+            mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+            _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
+            dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
+        pid = _broadcast(_fetch_next(COUNTER))
+    mbarrier.wait(Work_empty.index(Work_stage), Work_phase)
+    _write_index(-1, Work_smem.index(8 * Work_stage))
+    mbarrier.arrive(Work_full.index(Work_stage), count=1)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+    _reset(COUNTER)
+    mbarrier.wait(K_empty.index(0), K_phase)
     for copy in gl.static_range(2):
-        mbarrier.wait(v_empty.index(copy), v_phase)
-    for _ in range(gl.minimum(q_loads, STAGES)):
-        q_stage = gl.where(q_stage == 0, STAGES - 1, q_stage - 1)
-        barrier_sync(5 + q_stage, THREADS)
-    for _ in range(gl.minimum(do_loads, STAGES)):
-        do_stage = gl.where(do_stage == 0, STAGES - 1, do_stage - 1)
-        barrier_sync(5 + STAGES + do_stage, THREADS)
+        mbarrier.wait(V_empty.index(copy), V_phase)
+    for _ in range(gl.minimum(Q_loads, STAGES)):
+        Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
+        _barrier_sync(5 + Q_stage, THREADS)
+    for _ in range(gl.minimum(dO_loads, STAGES)):
+        dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
+        _barrier_sync(5 + STAGES + dO_stage, THREADS)
     for _ in gl.static_range(2):
-        mbarrier.wait(work_empty.index(work_stage), work_phase)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        mbarrier.wait(Work_empty.index(Work_stage), Work_phase)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
 
 
 @gluon.jit
 def bwd_consumer(
-    KEY_PADDING, dK, dV, scale, Nq, Nk, stride_key_padding_b, k_smem, k_full, k_empty, v_smem,
-    v_full, v_empty, q_smem, q_full, do_smem, do_full, lse2_smem, delta_smem, ds_smem, dq_smem,
-    dq_full, dq_empty, work_smem, work_full, work_empty,
+    Q, K, V, dO, LSE2, DELTA, KEY_PADDING, dK, dV, scale, Nq, Nk, stride_key_padding_b, K_smem,
+    K_full, K_empty, V_smem, V_full, V_empty, Q_smem, Q_full, dO_smem, dO_full, LSE2_smem,
+    DELTA_smem, dS_smem, dQ_smem, dQ_full, dQ_empty, Work_smem, Work_full, Work_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_Q)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_Q)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTS: gl.constexpr = layout_of(D_QK)
+    PARTS: gl.constexpr = _layout_of(D_QK)
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dK.dtype
-    q_stage, q_phase = 0, 0
-    dq_stage, dq_phase = 0, 1
-    work_stage, work_phase = 0, 0
-    if WARP_GROUP == 1:
-        barrier_arrive(14, 256)  # the first instance starts
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
-    stride_key_padding_b = rematerialize(stride_key_padding_b)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    kv_start = read_index(work_smem.index(8 * work_stage))
+    Q_stage, Q_phase = 0, 0
+    dQ_stage, dQ_phase = 0, 1
+    Work_stage, Work_phase = 0, 0
+    if _WARP_GROUP == 1:
+        _barrier_arrive(14, 256)  # the first instance starts
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
+    stride_key_padding_b = _rematerialize(stride_key_padding_b)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    kv_start = _read_index(Work_smem.index(8 * Work_stage))
     while kv_start >= 0:
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
-        stride_key_padding_b = rematerialize(stride_key_padding_b)
-        b = read_index(work_smem.index(8 * work_stage + 2))
-        q_end = read_index(work_smem.index(8 * work_stage + 6))
-        q_full_end = read_index(work_smem.index(8 * work_stage + 7))
-        kv_start = kv_start + WARP_GROUP * ROWS
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
+        stride_key_padding_b = _rematerialize(stride_key_padding_b)
+        b = _read_index(Work_smem.index(8 * Work_stage + 2))
+        q_end = _read_index(Work_smem.index(8 * Work_stage + 6))
+        q_full_end = _read_index(Work_smem.index(8 * Work_stage + 7))
+        kv_start = kv_start + _WARP_GROUP * ROWS
         kv_idx = kv_start + kv_off
         qk_scale = LOG2E * scale
-        mbarrier.wait(k_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
-        mbarrier.wait(v_full.index(WARP_GROUP), work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(K_full.index(0), Work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(V_full.index(_WARP_GROUP), Work_stage)  # the phase flips once per work tile, as this stage does
         KEY_PADDING_head = KEY_PADDING + gl.cast(b, gl.int64) * stride_key_padding_b
         key_padding = gl.load(
             KEY_PADDING_head + kv_start + kv_off,
@@ -809,12 +809,12 @@ def bwd_consumer(
         dv = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
         # tiles in order: those before and after the full ones are partial
         for q_tile in range(q_end):
-            k_all_remat = k_smem.index(opaque_zero()).reshape([BLOCK_KV, D_QK])
-            k = k_all_remat.slice(WARP_GROUP * ROWS, ROWS, 0)
-            v_remat = v_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_V])
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            q = q_smem.index(q_stage).reshape([BLOCK_Q, D_QK])
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
+            k_all_ADDR = K_smem.index(_opaque_zero()).reshape([BLOCK_KV, D_QK])
+            k = k_all_ADDR.slice(_WARP_GROUP * ROWS, ROWS, 0)
+            v_ADDR = V_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_V])
+            mbarrier.wait(Q_full.index(Q_stage), Q_phase)
+            q = Q_smem.index(Q_stage).reshape([BLOCK_Q, D_QK])
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             s_flight = warpgroup_mma(
                 k,
                 q.permute((1, 0)),
@@ -822,166 +822,166 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(do_full.index(q_stage), q_phase)
-            do = do_smem.index(q_stage).reshape([BLOCK_Q, D_V])
+            mbarrier.wait(dO_full.index(Q_stage), Q_phase)
+            do = dO_smem.index(Q_stage).reshape([BLOCK_Q, D_V])
             dp_flight = warpgroup_mma(
-                v_remat,
+                v_ADDR,
                 do.permute((1, 0)),
                 gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
                 use_acc=False,
                 is_async=True,
             )
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
             if q_tile >= q_full_end:
                 q_start = q_tile * BLOCK_Q
                 q_idx = q_start + q_off
                 s = gl.where(key_padding[:, None] & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :], s, float("-inf"))
-            lse2 = lse2_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])
             dp = warpgroup_mma_wait(0, deps=[dp_flight])
-            p = pin_tile(p)
-            delta = delta_smem.index(q_stage).load(gl.SliceLayout(0, SCORES))
+            p = _pin_tile(p)
+            delta = DELTA_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             ds = p * (dp - delta[None, :])
-            p_cast = pack(p, dtype)
-            ds_cast = pack(ds, dtype)
-            ds_smem.index(q_stage).slice(WARP_GROUP * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+            p_cast = _pack(p, dtype)
+            ds_cast = _pack(ds, dtype)
+            dS_smem.index(Q_stage).slice(_WARP_GROUP * ROWS, ROWS, 0).store(_unpack(ds_cast, dtype))
             fence_async_shared()
-            barrier_arrive(5 + STAGES + STAGES + 2 * q_stage + WARP_GROUP, 256)  # this instance's part is written
-            barrier_sync(14 + WARP_GROUP, 256)  # this instance may issue its products
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+            _barrier_arrive(5 + STAGES + STAGES + 2 * Q_stage + _WARP_GROUP, 256)  # this instance's part is written
+            _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
+            p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
             dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
-            ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+            ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
             dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
             # the other instance's part is written
-            barrier_sync(5 + STAGES + STAGES + 2 * q_stage + 1 - WARP_GROUP, 256)
-            ds_all = ds_smem.index(q_stage)
+            _barrier_sync(5 + STAGES + STAGES + 2 * Q_stage + 1 - _WARP_GROUP, 256)
+            ds_all = dS_smem.index(Q_stage)
             dq_flight = warpgroup_mma(
-                ds_all.slice(WARP_GROUP * 64, 64, 1).permute((1, 0)),
-                k_all_remat,
+                ds_all.slice(_WARP_GROUP * 64, 64, 1).permute((1, 0)),
+                k_all_ADDR,
                 gl.zeros([64, D_QK], gl.float32, PARTS),
                 use_acc=False,
                 is_async=True,
             )
-            barrier_arrive(14 + (WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
             dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
-            barrier_arrive_early(5 + STAGES + q_stage, THREADS)
+            _barrier_arrive_early(5 + STAGES + Q_stage, THREADS)
             dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
-            barrier_arrive_early(5 + q_stage, THREADS)
-            q_stage, q_phase = next_stage(q_stage, q_phase, STAGES)
+            _barrier_arrive_early(5 + Q_stage, THREADS)
+            Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
             dq = warpgroup_mma_wait(0, deps=[dq_flight])
-            mbarrier.wait(dq_empty.index(dq_stage), dq_phase)  # the stage is free
-            store_acc(dq_smem.index(WARP_GROUP + 2 * dq_stage).reshape([64, D_QK]), dq, PARTS)
+            mbarrier.wait(dQ_empty.index(dQ_stage), dQ_phase)  # the stage is free
+            _store_acc(dQ_smem.index(_WARP_GROUP + 2 * dQ_stage).reshape([64, D_QK]), dq, PARTS)
             fence_async_shared()
-            mbarrier.arrive(dq_full.index(dq_stage), count=1)
-            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)
-        mbarrier.arrive(k_empty.index(0), count=1)
+            mbarrier.arrive(dQ_full.index(dQ_stage), count=1)
+            dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)
+        mbarrier.arrive(K_empty.index(0), count=1)
         # the tile's coordinates, read again: no registers held them
-        kv_start = read_index(work_smem.index(8 * work_stage))
-        h = read_index(work_smem.index(8 * work_stage + 1))
-        b = read_index(work_smem.index(8 * work_stage + 2))
-        kv_start = kv_start + WARP_GROUP * ROWS
+        kv_start = _read_index(Work_smem.index(8 * Work_stage))
+        h = _read_index(Work_smem.index(8 * Work_stage + 1))
+        b = _read_index(Work_smem.index(8 * Work_stage + 2))
+        kv_start = kv_start + _WARP_GROUP * ROWS
         dk_out = (dk * scale).to(dtype)
-        v_smem.index(WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
+        V_smem.index(_WARP_GROUP).reshape([ROWS, D_QK]).store(dk_out)
         fence_async_shared()
-        tma_store(dK, [b, h, kv_start, 0], v_smem.index(WARP_GROUP))
+        _tma_store(dK, [b, h, kv_start, 0], V_smem.index(_WARP_GROUP))
         dv_out = dv.to(dtype)
         tma.store_wait(0)  # the previous output has left the stage
-        v_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
+        V_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(dv_out)
         fence_async_shared()
-        tma_store(dV, [b, h, kv_start, 0], v_smem.index(WARP_GROUP))
+        _tma_store(dV, [b, h, kv_start, 0], V_smem.index(_WARP_GROUP))
         tma.store_wait(0)
-        mbarrier.arrive(v_empty.index(WARP_GROUP), count=1)
-        mbarrier.arrive(work_empty.index(work_stage), count=1)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        kv_start = read_index(work_smem.index(8 * work_stage))
-    mbarrier.arrive(work_empty.index(work_stage), count=1)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-    if WARP_GROUP == 0:
-        barrier_sync(14, 256)  # matches the last arrive
+        mbarrier.arrive(V_empty.index(_WARP_GROUP), count=1)
+        mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        kv_start = _read_index(Work_smem.index(8 * Work_stage))
+    mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+    if _WARP_GROUP == 0:
+        _barrier_sync(14, 256)  # matches the last arrive
 
 
 @gluon.jit
-def bwd_writer(
-    DQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h, dq_smem, dq_full,
-    dq_empty, work_smem, work_full, work_empty,
+def bwd_dq_reducer(
+    dQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h, dQ_smem, dQ_full,
+    dQ_empty, Work_smem, Work_full, Work_empty,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    dq_stage, dq_phase = 0, 0
-    work_stage, work_phase = 0, 0
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
-    stride_dq_semaphore_b = rematerialize(stride_dq_semaphore_b)
-    stride_dq_semaphore_h = rematerialize(stride_dq_semaphore_h)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    kv_start = read_index(work_smem.index(8 * work_stage), 1)
+    dQ_stage, dQ_phase = 0, 0
+    Work_stage, Work_phase = 0, 0
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
+    stride_dq_semaphore_b = _rematerialize(stride_dq_semaphore_b)
+    stride_dq_semaphore_h = _rematerialize(stride_dq_semaphore_h)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    kv_start = _read_index(Work_smem.index(8 * Work_stage), 1)
     while kv_start >= 0:
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
-        stride_dq_semaphore_b = rematerialize(stride_dq_semaphore_b)
-        stride_dq_semaphore_h = rematerialize(stride_dq_semaphore_h)
-        h = read_index(work_smem.index(8 * work_stage + 1), 1)
-        b = read_index(work_smem.index(8 * work_stage + 2), 1)
-        key_padding_end = read_index(work_smem.index(8 * work_stage + 5), 1)
-        q_end = read_index(work_smem.index(8 * work_stage + 6), 1)
-        q_ahead, order_seen = -1, 0
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
+        stride_dq_semaphore_b = _rematerialize(stride_dq_semaphore_b)
+        stride_dq_semaphore_h = _rematerialize(stride_dq_semaphore_h)
+        h = _read_index(Work_smem.index(8 * Work_stage + 1), 1)
+        b = _read_index(Work_smem.index(8 * Work_stage + 2), 1)
+        key_padding_end = _read_index(Work_smem.index(8 * Work_stage + 5), 1)
+        q_end = _read_index(Work_smem.index(8 * Work_stage + 6), 1)
+        q_ahead, _order_seen = -1, 0
         # tiles in order
         for q_tile in range(q_end):
             q_start = q_tile * BLOCK_Q
-            mbarrier.wait(dq_full.index(dq_stage), dq_phase)
-            order = gl.minimum(
+            mbarrier.wait(dQ_full.index(dQ_stage), dQ_phase)
+            _order = gl.minimum(
                 gl.cdiv(Nk, BLOCK_KV),
                 gl.cdiv(gl.minimum(Nk, key_padding_end), BLOCK_KV),
             ) - 1 - kv_start // BLOCK_KV
-            semaphore_acquire(
-                DQ_SEMAPHORE + gl.cast(
+            _semaphore_acquire(
+                dQ_SEMAPHORE + gl.cast(
                     b,
                     gl.int64,
                 ) * stride_dq_semaphore_b + gl.cast(h, gl.int64) * stride_dq_semaphore_h + q_start,
-                gl.where(q_start == q_ahead, order_seen, -1),
-                order,
+                gl.where(q_start == q_ahead, _order_seen, -1),
+                _order,
             )
             for piece in gl.static_range(2):
-                if order == 0:
-                    tma_store(DQ_ACC, [b, h, q_start + piece * 64, 0], dq_smem.index(2 * dq_stage + piece))
+                if _order == 0:
+                    _tma_store(DQ_ACC, [b, h, q_start + piece * 64, 0], dQ_smem.index(2 * dQ_stage + piece))
                 else:
-                    tma_reduce_add(
+                    _tma_reduce_add(
                         DQ_ACC,
                         [b, h, q_start + piece * 64, 0],
-                        dq_smem.index(2 * dq_stage + piece),
+                        dQ_smem.index(2 * dQ_stage + piece),
                     )
             q_ahead = q_start + BLOCK_Q
-            order_seen = semaphore_value(
-                DQ_SEMAPHORE
+            _order_seen = _semaphore_value(
+                dQ_SEMAPHORE
                 + gl.cast(b, gl.int64) * stride_dq_semaphore_b
                 + gl.cast(h, gl.int64) * stride_dq_semaphore_h
                 + gl.minimum(q_ahead, Nq - 1),
             )
-            store_wait_read()
-            mbarrier.arrive(dq_empty.index(dq_stage), count=1)
-            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)
-            semaphore_release(
-                DQ_SEMAPHORE + gl.cast(
+            _store_wait_read()
+            mbarrier.arrive(dQ_empty.index(dQ_stage), count=1)
+            dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)
+            _semaphore_release(
+                dQ_SEMAPHORE + gl.cast(
                     b,
                     gl.int64,
                 ) * stride_dq_semaphore_b + gl.cast(h, gl.int64) * stride_dq_semaphore_h + q_start,
             )
-        mbarrier.arrive(work_empty.index(work_stage), count=1)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        kv_start = read_index(work_smem.index(8 * work_stage), 1)
-    mbarrier.arrive(work_empty.index(work_stage), count=1)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        kv_start = _read_index(Work_smem.index(8 * Work_stage), 1)
+    mbarrier.arrive(Work_empty.index(Work_stage), count=1)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
 
 
 @gluon.jit(do_not_specialize=["Nq", "Nk", "TILES"])
 def bwd(
     Q, K, V, dO, LSE2, DELTA, KEY_PADDING, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END,
-    DQ_SEMAPHORE, DQ_ACC, dK, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
+    dQ_SEMAPHORE, DQ_ACC, dK, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
     stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b, stride_do_h,
     stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h, stride_key_padding_b,
     stride_dq_semaphore_b, stride_dq_semaphore_h, stride_dq_acc_b, stride_dq_acc_h, stride_dk_b,
@@ -993,48 +993,48 @@ def bwd(
     STAGES: gl.constexpr,
 ):
     # Fused backward: one program per key tile, over query tiles; it adds to the dQ of each.
-    k_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lse2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ds_smem = gl.allocate_shared_memory(
+    K_smem = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    K_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    V_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dO_smem = gl.allocate_shared_memory(dO.dtype, [STAGES, 1, 1, BLOCK_Q, D_V], dO.layout)
+    dO_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    LSE2_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    DELTA_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dS_smem = gl.allocate_shared_memory(
         dK.dtype,
         [STAGES, BLOCK_KV, BLOCK_Q],
-        shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
+        _shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
     )
-    dq_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, 64, 64], DQ_ACC.layout)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    work_smem = gl.allocate_shared_memory(gl.int32, [8 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(1):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(do_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_full.index(stage), count=1)
-    for stage in gl.static_range(1):
-        mbarrier.init(k_empty.index(stage), count=2)
-    for stage in gl.static_range(2):
-        mbarrier.init(v_empty.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_empty.index(stage), count=3)
-    for stage in gl.static_range(2):
-        mbarrier.init(dq_full.index(stage), count=2)
-        mbarrier.init(dq_empty.index(stage), count=1)
+    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, 64, 64], DQ_ACC.layout)
+    dQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dQ_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Work_smem = gl.allocate_shared_memory(gl.int32, [8 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(1):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(dO_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_full.index(at), count=1)
+    for at in gl.static_range(1):
+        mbarrier.init(K_empty.index(at), count=2)
+    for at in gl.static_range(2):
+        mbarrier.init(V_empty.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_empty.index(at), count=3)
+    for at in gl.static_range(2):
+        mbarrier.init(dQ_full.index(at), count=2)
+        mbarrier.init(dQ_empty.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -1042,19 +1042,21 @@ def bwd(
             (
                 bwd_consumer,
                 (
-                    KEY_PADDING, dK, dV, scale, Nq, Nk, stride_key_padding_b, k_smem, k_full,
-                    k_empty, v_smem, v_full, v_empty, q_smem, q_full, do_smem, do_full, lse2_smem,
-                    delta_smem, ds_smem, dq_smem, dq_full, dq_empty, work_smem, work_full,
-                    work_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS, 0,
+                    Q, K, V, dO, LSE2, DELTA, KEY_PADDING, dK, dV, scale, Nq, Nk,
+                    stride_key_padding_b, K_smem, K_full, K_empty, V_smem, V_full, V_empty, Q_smem,
+                    Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem, dS_smem, dQ_smem, dQ_full,
+                    dQ_empty, Work_smem, Work_full, Work_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
-                    KEY_PADDING, dK, dV, scale, Nq, Nk, stride_key_padding_b, k_smem, k_full,
-                    k_empty, v_smem, v_full, v_empty, q_smem, q_full, do_smem, do_full, lse2_smem,
-                    delta_smem, ds_smem, dq_smem, dq_full, dq_empty, work_smem, work_full,
-                    work_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS, 1,
+                    Q, K, V, dO, LSE2, DELTA, KEY_PADDING, dK, dV, scale, Nq, Nk,
+                    stride_key_padding_b, K_smem, K_full, K_empty, V_smem, V_full, V_empty, Q_smem,
+                    Q_full, dO_smem, dO_full, LSE2_smem, DELTA_smem, dS_smem, dQ_smem, dQ_full,
+                    dQ_empty, Work_smem, Work_full, Work_empty, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
+                    1,
                 ),
             ),
             (
@@ -1062,16 +1064,16 @@ def bwd(
                 (
                     Q, K, V, dO, LSE2, DELTA, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END,
                     Hq, Nq, Nk, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-                    k_smem, k_full, k_empty, v_smem, v_full, v_empty, q_smem, q_full, do_smem,
-                    do_full, lse2_smem, delta_smem, work_smem, work_full, work_empty, COUNTER,
+                    K_smem, K_full, K_empty, V_smem, V_full, V_empty, Q_smem, Q_full, dO_smem,
+                    dO_full, LSE2_smem, DELTA_smem, Work_smem, Work_full, Work_empty, COUNTER,
                     TILES, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),
             (
-                bwd_writer,
+                bwd_dq_reducer,
                 (
-                    DQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h,
-                    dq_smem, dq_full, dq_empty, work_smem, work_full, work_empty, BLOCK_Q, BLOCK_KV,
+                    dQ_SEMAPHORE, DQ_ACC, Nq, Nk, stride_dq_semaphore_b, stride_dq_semaphore_h,
+                    dQ_smem, dQ_full, dQ_empty, Work_smem, Work_full, Work_empty, BLOCK_Q, BLOCK_KV,
                     STAGES, THREADS,
                 ),
             ),
@@ -1083,29 +1085,29 @@ def bwd(
 
 @gluon.jit
 def jvp_producer(
-    Q, K, V, tQ, tK, tV, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, Hq, Nq, Nk, q_smem,
-    q_full, q_empty, tq_smem, tq_full, tq_empty, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full,
-    v_smem, v_full, work_smem, work_full, COUNTER, TILES,
+    Q, K, V, tQ, tK, tV, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, Hq, Nq, Nk, Q_smem,
+    Q_full, Q_empty, tQ_smem, tQ_full, tQ_empty, K_smem, K_full, tK_smem, tK_full, tV_smem, tV_full,
+    V_smem, V_full, Work_smem, Work_full, COUNTER, TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_phase = 1
-    tq_phase = 1
-    k_stage, k_loads = 0, 0
-    tk_stage, tk_loads = 0, 0
-    tv_stage, tv_loads = 0, 0
-    v_stage, v_loads = 0, 0
-    work_stage, work_loads = 0, 0
-    Hq = rematerialize(Hq)
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
+    Q_phase = 1
+    tQ_phase = 1
+    K_stage, K_loads = 0, 0
+    tK_stage, tK_loads = 0, 0
+    tV_stage, tV_loads = 0, 0
+    V_stage, V_loads = 0, 0
+    Work_stage, Work_loads = 0, 0
+    Hq = _rematerialize(Hq)
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
     pid = gl.program_id(0)
     while pid >= 0:
-        Hq = rematerialize(Hq)
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
+        Hq = _rematerialize(Hq)
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
         q_tiles = gl.cdiv(Nq, BLOCK_Q)
         q_start = (pid % q_tiles) * BLOCK_Q
         h = pid // q_tiles % Hq
@@ -1120,168 +1122,168 @@ def jvp_producer(
             kv_full_first,
             gl.maximum(0, gl.minimum(gl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV,
         )
-        if work_loads >= 2:
-            barrier_sync(5 + STAGES + STAGES + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-        write_index(q_start, work_smem.index(10 * work_stage))
-        write_index(h, work_smem.index(10 * work_stage + 1))
-        write_index(b, work_smem.index(10 * work_stage + 2))
-        write_index(key_padding_first, work_smem.index(10 * work_stage + 3))
-        write_index(key_padding_run, work_smem.index(10 * work_stage + 4))
-        write_index(key_padding_end, work_smem.index(10 * work_stage + 5))
-        write_index(kv_end, work_smem.index(10 * work_stage + 6))
-        write_index(kv_first, work_smem.index(10 * work_stage + 7))
-        write_index(kv_full_first, work_smem.index(10 * work_stage + 8))
-        write_index(kv_full_end, work_smem.index(10 * work_stage + 9))
-        mbarrier.arrive(work_full.index(work_stage), count=1)
-        work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-        ticket = fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
+        if Work_loads >= 2:
+            _barrier_sync(5 + STAGES + STAGES + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _write_index(q_start, Work_smem.index(10 * Work_stage))
+        _write_index(h, Work_smem.index(10 * Work_stage + 1))
+        _write_index(b, Work_smem.index(10 * Work_stage + 2))
+        _write_index(key_padding_first, Work_smem.index(10 * Work_stage + 3))
+        _write_index(key_padding_run, Work_smem.index(10 * Work_stage + 4))
+        _write_index(key_padding_end, Work_smem.index(10 * Work_stage + 5))
+        _write_index(kv_end, Work_smem.index(10 * Work_stage + 6))
+        _write_index(kv_first, Work_smem.index(10 * Work_stage + 7))
+        _write_index(kv_full_first, Work_smem.index(10 * Work_stage + 8))
+        _write_index(kv_full_end, Work_smem.index(10 * Work_stage + 9))
+        mbarrier.arrive(Work_full.index(Work_stage), count=1)
+        Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+        ticket = _fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
         for copy in gl.static_range(2):
-            mbarrier.wait(q_empty.index(copy), q_phase)
-            mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
-            tma_load(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_smem.index(copy))
-        q_phase ^= 1
+            mbarrier.wait(Q_empty.index(copy), Q_phase)
+            mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
+            _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
+        Q_phase ^= 1
         for copy in gl.static_range(2):
-            mbarrier.wait(tq_empty.index(copy), tq_phase)
-            mbarrier.expect(tq_full.index(copy), ROWS * D_QK * 2)
-            tma_load(tQ, [b, h, q_start + copy * 64, 0], tq_full.index(copy), tq_smem.index(copy))
-        tq_phase ^= 1
+            mbarrier.wait(tQ_empty.index(copy), tQ_phase)
+            mbarrier.expect(tQ_full.index(copy), ROWS * D_QK * 2)
+            _tma_load(tQ, [b, h, q_start + copy * 64, 0], tQ_full.index(copy), tQ_smem.index(copy))
+        tQ_phase ^= 1
         # tiles in order
         for kv_tile in range(kv_first, kv_end):
             kv_start = kv_tile * BLOCK_KV
-            if k_loads >= STAGES:
-                barrier_sync(5 + k_stage, THREADS)  # the stage is free
-            mbarrier.expect(k_full.index(k_stage), BLOCK_KV * D_QK * 2)
-            tma_load(K, [b, h, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))
-            k_stage, k_loads = gl.where(k_stage + 1 == STAGES, 0, k_stage + 1), k_loads + 1
-            if tk_loads >= STAGES:
-                barrier_sync(5 + STAGES + tk_stage, THREADS)  # the stage is free
-            mbarrier.expect(tk_full.index(tk_stage), BLOCK_KV * D_QK * 2)
-            tma_load(tK, [b, h, kv_start, 0], tk_full.index(tk_stage), tk_smem.index(tk_stage))
-            tk_stage, tk_loads = gl.where(tk_stage + 1 == STAGES, 0, tk_stage + 1), tk_loads + 1
-            if tv_loads >= STAGES:
-                barrier_sync(5 + STAGES + STAGES + tv_stage, THREADS)  # the stage is free
-            mbarrier.expect(tv_full.index(tv_stage), BLOCK_KV * D_V * 2)
-            tma_load(tV, [b, h, kv_start, 0], tv_full.index(tv_stage), tv_smem.index(tv_stage))
-            tv_stage, tv_loads = gl.where(tv_stage + 1 == STAGES, 0, tv_stage + 1), tv_loads + 1
-            if v_loads >= STAGES:
-                barrier_sync(5 + STAGES + STAGES + STAGES + v_stage, THREADS)  # the stage is free
-            mbarrier.expect(v_full.index(v_stage), BLOCK_KV * D_V * 2)
-            tma_load(V, [b, h, kv_start, 0], v_full.index(v_stage), v_smem.index(v_stage))
-            v_stage, v_loads = gl.where(v_stage + 1 == STAGES, 0, v_stage + 1), v_loads + 1
-        pid = broadcast(ticket) + gl.num_programs(0)
+            if K_loads >= STAGES:
+                _barrier_sync(5 + K_stage, THREADS)  # the stage is free
+            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
+            K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
+            if tK_loads >= STAGES:
+                _barrier_sync(5 + STAGES + tK_stage, THREADS)  # the stage is free
+            mbarrier.expect(tK_full.index(tK_stage), BLOCK_KV * D_QK * 2)
+            _tma_load(tK, [b, h, kv_start, 0], tK_full.index(tK_stage), tK_smem.index(tK_stage))
+            tK_stage, tK_loads = gl.where(tK_stage + 1 == STAGES, 0, tK_stage + 1), tK_loads + 1
+            if tV_loads >= STAGES:
+                _barrier_sync(5 + STAGES + STAGES + tV_stage, THREADS)  # the stage is free
+            mbarrier.expect(tV_full.index(tV_stage), BLOCK_KV * D_V * 2)
+            _tma_load(tV, [b, h, kv_start, 0], tV_full.index(tV_stage), tV_smem.index(tV_stage))
+            tV_stage, tV_loads = gl.where(tV_stage + 1 == STAGES, 0, tV_stage + 1), tV_loads + 1
+            if V_loads >= STAGES:
+                _barrier_sync(5 + STAGES + STAGES + STAGES + V_stage, THREADS)  # the stage is free
+            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
+            V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
+        pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
-    if work_loads >= 2:
-        barrier_sync(5 + STAGES + STAGES + STAGES + STAGES + work_stage, THREADS)  # the stage is free
-    write_index(-1, work_smem.index(10 * work_stage))
-    mbarrier.arrive(work_full.index(work_stage), count=1)
-    work_stage, work_loads = gl.where(work_stage + 1 == 2, 0, work_stage + 1), work_loads + 1
-    reset(COUNTER)
+    if Work_loads >= 2:
+        _barrier_sync(5 + STAGES + STAGES + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+    _write_index(-1, Work_smem.index(10 * Work_stage))
+    mbarrier.arrive(Work_full.index(Work_stage), count=1)
+    Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
+    _reset(COUNTER)
     for copy in gl.static_range(2):
-        mbarrier.wait(q_empty.index(copy), q_phase)
+        mbarrier.wait(Q_empty.index(copy), Q_phase)
     for copy in gl.static_range(2):
-        mbarrier.wait(tq_empty.index(copy), tq_phase)
-    for _ in range(gl.minimum(k_loads, STAGES)):
-        k_stage = gl.where(k_stage == 0, STAGES - 1, k_stage - 1)
-        barrier_sync(5 + k_stage, THREADS)
-    for _ in range(gl.minimum(tk_loads, STAGES)):
-        tk_stage = gl.where(tk_stage == 0, STAGES - 1, tk_stage - 1)
-        barrier_sync(5 + STAGES + tk_stage, THREADS)
-    for _ in range(gl.minimum(tv_loads, STAGES)):
-        tv_stage = gl.where(tv_stage == 0, STAGES - 1, tv_stage - 1)
-        barrier_sync(5 + STAGES + STAGES + tv_stage, THREADS)
-    for _ in range(gl.minimum(v_loads, STAGES)):
-        v_stage = gl.where(v_stage == 0, STAGES - 1, v_stage - 1)
-        barrier_sync(5 + STAGES + STAGES + STAGES + v_stage, THREADS)
-    for _ in range(gl.minimum(work_loads, 2)):
-        work_stage = gl.where(work_stage == 0, 2 - 1, work_stage - 1)
-        barrier_sync(5 + STAGES + STAGES + STAGES + STAGES + work_stage, THREADS)
+        mbarrier.wait(tQ_empty.index(copy), tQ_phase)
+    for _ in range(gl.minimum(K_loads, STAGES)):
+        K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
+        _barrier_sync(5 + K_stage, THREADS)
+    for _ in range(gl.minimum(tK_loads, STAGES)):
+        tK_stage = gl.where(tK_stage == 0, STAGES - 1, tK_stage - 1)
+        _barrier_sync(5 + STAGES + tK_stage, THREADS)
+    for _ in range(gl.minimum(tV_loads, STAGES)):
+        tV_stage = gl.where(tV_stage == 0, STAGES - 1, tV_stage - 1)
+        _barrier_sync(5 + STAGES + STAGES + tV_stage, THREADS)
+    for _ in range(gl.minimum(V_loads, STAGES)):
+        V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
+        _barrier_sync(5 + STAGES + STAGES + STAGES + V_stage, THREADS)
+    for _ in range(gl.minimum(Work_loads, 2)):
+        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
+        _barrier_sync(5 + STAGES + STAGES + STAGES + STAGES + Work_stage, THREADS)
 
 
 @gluon.jit
 def jvp_consumer(
-    O, LSE, KEY_PADDING, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n, stride_lse_b,
-    stride_lse_h, stride_key_padding_b, stride_tlse_b, stride_tlse_h, q_smem, q_full, q_empty,
-    tq_smem, tq_full, tq_empty, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full,
-    work_smem, work_full, to_smem,
+    Q, K, V, O, LSE, tQ, tK, tV, KEY_PADDING, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h,
+    stride_o_n, stride_lse_b, stride_lse_h, stride_key_padding_b, stride_tlse_b, stride_tlse_h,
+    Q_smem, Q_full, Q_empty, tQ_smem, tQ_full, tQ_empty, K_smem, K_full, tK_smem, tK_full, tV_smem,
+    tV_full, V_smem, V_full, Work_smem, Work_full, tO_smem,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
-    WARP_GROUP: gl.constexpr,
+    _WARP_GROUP: gl.constexpr,
 ):
-    SCORES: gl.constexpr = layout_of(BLOCK_KV)
-    ACC: gl.constexpr = layout_of(D_V)
+    SCORES: gl.constexpr = _layout_of(BLOCK_KV)
+    ACC: gl.constexpr = _layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
+    _PARTIALS_LAYOUT: gl.constexpr = _partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, ACC))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = tO.dtype
-    v_stage, v_phase = 0, 0
-    work_stage, work_phase = 0, 0
-    Nq = rematerialize(Nq)
-    Nk = rematerialize(Nk)
-    stride_o_b = rematerialize(stride_o_b)
-    stride_o_h = rematerialize(stride_o_h)
-    stride_o_n = rematerialize(stride_o_n)
-    stride_lse_b = rematerialize(stride_lse_b)
-    stride_lse_h = rematerialize(stride_lse_h)
-    stride_key_padding_b = rematerialize(stride_key_padding_b)
-    stride_tlse_b = rematerialize(stride_tlse_b)
-    stride_tlse_h = rematerialize(stride_tlse_h)
-    mbarrier.wait(work_full.index(work_stage), work_phase)
-    q_start = read_index(work_smem.index(10 * work_stage))
+    V_stage, V_phase = 0, 0
+    Work_stage, Work_phase = 0, 0
+    Nq = _rematerialize(Nq)
+    Nk = _rematerialize(Nk)
+    stride_o_b = _rematerialize(stride_o_b)
+    stride_o_h = _rematerialize(stride_o_h)
+    stride_o_n = _rematerialize(stride_o_n)
+    stride_lse_b = _rematerialize(stride_lse_b)
+    stride_lse_h = _rematerialize(stride_lse_h)
+    stride_key_padding_b = _rematerialize(stride_key_padding_b)
+    stride_tlse_b = _rematerialize(stride_tlse_b)
+    stride_tlse_h = _rematerialize(stride_tlse_h)
+    mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+    q_start = _read_index(Work_smem.index(10 * Work_stage))
     while q_start >= 0:
-        Nq = rematerialize(Nq)
-        Nk = rematerialize(Nk)
-        stride_o_b = rematerialize(stride_o_b)
-        stride_o_h = rematerialize(stride_o_h)
-        stride_o_n = rematerialize(stride_o_n)
-        stride_lse_b = rematerialize(stride_lse_b)
-        stride_lse_h = rematerialize(stride_lse_h)
-        stride_key_padding_b = rematerialize(stride_key_padding_b)
-        stride_tlse_b = rematerialize(stride_tlse_b)
-        stride_tlse_h = rematerialize(stride_tlse_h)
-        h = read_index(work_smem.index(10 * work_stage + 1))
-        b = read_index(work_smem.index(10 * work_stage + 2))
-        kv_end = read_index(work_smem.index(10 * work_stage + 6))
-        kv_first = read_index(work_smem.index(10 * work_stage + 7))
-        q_start = q_start + WARP_GROUP * ROWS
+        Nq = _rematerialize(Nq)
+        Nk = _rematerialize(Nk)
+        stride_o_b = _rematerialize(stride_o_b)
+        stride_o_h = _rematerialize(stride_o_h)
+        stride_o_n = _rematerialize(stride_o_n)
+        stride_lse_b = _rematerialize(stride_lse_b)
+        stride_lse_h = _rematerialize(stride_lse_h)
+        stride_key_padding_b = _rematerialize(stride_key_padding_b)
+        stride_tlse_b = _rematerialize(stride_tlse_b)
+        stride_tlse_h = _rematerialize(stride_tlse_h)
+        h = _read_index(Work_smem.index(10 * Work_stage + 1))
+        b = _read_index(Work_smem.index(10 * Work_stage + 2))
+        kv_end = _read_index(Work_smem.index(10 * Work_stage + 6))
+        kv_first = _read_index(Work_smem.index(10 * Work_stage + 7))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
         KEY_PADDING_head = KEY_PADDING + gl.cast(b, gl.int64) * stride_key_padding_b
         qk_scale = LOG2E * scale
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         lse = gl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
-        mbarrier.wait(q_full.index(WARP_GROUP), work_stage)  # the phase flips once per work tile, as this stage does
-        mbarrier.wait(tq_full.index(WARP_GROUP), work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(Q_full.index(_WARP_GROUP), Work_stage)  # the phase flips once per work tile, as this stage does
+        mbarrier.wait(tQ_full.index(_WARP_GROUP), Work_stage)  # the phase flips once per work tile, as this stage does
         lse2 = gl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
-        tlse = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
+        tlse = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         # tiles in order
         for kv_tile in range(kv_first, kv_end):
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
-            q_remat = q_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_QK])
-            tq_remat = tq_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_QK])
-            mbarrier.wait(k_full.index(v_stage), v_phase)
-            k = k_smem.index(v_stage).reshape([BLOCK_KV, D_QK])
+            q_ADDR = Q_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_QK])
+            tq_ADDR = tQ_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_QK])
+            mbarrier.wait(K_full.index(V_stage), V_phase)
+            k = K_smem.index(V_stage).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
-                q_remat,
+                q_ADDR,
                 k.permute((1, 0)),
                 gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(tk_full.index(v_stage), v_phase)
-            tk = tk_smem.index(v_stage).reshape([BLOCK_KV, D_QK])
+            mbarrier.wait(tK_full.index(V_stage), V_phase)
+            tk = tK_smem.index(V_stage).reshape([BLOCK_KV, D_QK])
             ts_part_flight = warpgroup_mma(
-                tq_remat,
+                tq_ADDR,
                 k.permute((1, 0)),
                 gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
                 use_acc=False,
                 is_async=True,
             )
-            ts_flight = warpgroup_mma(q_remat, tk.permute((1, 0)), ts_part_flight, is_async=True)
+            ts_flight = warpgroup_mma(q_ADDR, tk.permute((1, 0)), ts_part_flight, is_async=True)
             key_padding = gl.load(
                 KEY_PADDING_head + kv_start + kv_off,
                 mask=kv_idx < Nk,
@@ -1290,58 +1292,58 @@ def jvp_consumer(
             s = warpgroup_mma_wait(2, deps=[s_flight])
             s = gl.where((key_padding & (kv_idx < Nk))[None, :], s, float("-inf"))
             p = gl.exp2(s * qk_scale - lse2[:, None])
-            p_cast = pack(p, dtype)
-            mbarrier.wait(tv_full.index(v_stage), v_phase)
-            tv = tv_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+            p_cast = _pack(p, dtype)
+            mbarrier.wait(tV_full.index(V_stage), V_phase)
+            tv = tV_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+            p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
             acc_part_flight = warpgroup_mma(p_cast_operand, tv, acc, is_async=True)
             ts = warpgroup_mma_wait(1, deps=[ts_flight])
-            barrier_arrive(5 + STAGES + v_stage, THREADS)
-            barrier_arrive_early(5 + v_stage, THREADS)
+            _barrier_arrive(5 + STAGES + V_stage, THREADS)
+            _barrier_arrive_early(5 + V_stage, THREADS)
             tscore = ts * scale
             tp = p * tscore
-            tp_cast = pack(tp, dtype)
-            tp_sum = partial_sums(tp, PARTIALS_LAYOUT)
+            tp_cast = _pack(tp, dtype)
+            tp_sum = _partial_sums(tp, _PARTIALS_LAYOUT)
             tlse = tlse + tp_sum
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])
-            tp_cast_operand = gl.convert_layout(unpack(tp_cast, dtype), OPERAND)
+            mbarrier.wait(V_full.index(V_stage), V_phase)
+            v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
+            tp_cast_operand = gl.convert_layout(_unpack(tp_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(tp_cast_operand, v, acc_part_flight, is_async=True)
             (
                 acc, p_cast_operand, tp_cast_operand,
             ) = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand, tp_cast_operand])
-            barrier_arrive(5 + STAGES + STAGES + v_stage, THREADS)
-            barrier_arrive(5 + STAGES + STAGES + STAGES + v_stage, THREADS)
-            v_stage, v_phase = next_stage(v_stage, v_phase, STAGES)
-        mbarrier.arrive(q_empty.index(WARP_GROUP), count=1)
-        mbarrier.arrive(tq_empty.index(WARP_GROUP), count=1)
+            _barrier_arrive(5 + STAGES + STAGES + V_stage, THREADS)
+            _barrier_arrive(5 + STAGES + STAGES + STAGES + V_stage, THREADS)
+            V_stage, V_phase = _next_stage(V_stage, V_phase, STAGES)
+        mbarrier.arrive(Q_empty.index(_WARP_GROUP), count=1)
+        mbarrier.arrive(tQ_empty.index(_WARP_GROUP), count=1)
         # the tile's coordinates, read again: no registers held them
-        q_start = read_index(work_smem.index(10 * work_stage))
-        h = read_index(work_smem.index(10 * work_stage + 1))
-        b = read_index(work_smem.index(10 * work_stage + 2))
-        q_start = q_start + WARP_GROUP * ROWS
+        q_start = _read_index(Work_smem.index(10 * Work_stage))
+        h = _read_index(Work_smem.index(10 * Work_stage + 1))
+        b = _read_index(Work_smem.index(10 * Work_stage + 2))
+        q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
-        keys_tlse = row_vector(gl.sum(tlse, 1), SCORES)
+        keys_tlse = _row_vector(gl.sum(tlse, 1), SCORES)
         O_head = O + gl.cast(b, gl.int64) * stride_o_b + gl.cast(h, gl.int64) * stride_o_h
         o = gl.load(
             O_head + gl.cast(q_start, gl.int64) * stride_o_n + (q_rows[:, None] * stride_o_n + d_v[None, :]),
             mask=(q_start + q_rows < Nq)[:, None],
             other=0.0,
         )
-        keys_tlse_acc = gl.convert_layout(keys_tlse, gl.SliceLayout(1, ACC))
-        to = (acc - o * keys_tlse_acc[:, None]).to(dtype)
+        keys_tlse_ACC = gl.convert_layout(keys_tlse, gl.SliceLayout(1, ACC))
+        to = (acc - o * keys_tlse_ACC[:, None]).to(dtype)
         tma.store_wait(0)  # the previous tile's outputs have left the stage
-        to_smem.index(WARP_GROUP).reshape([ROWS, D_V]).store(to)
+        tO_smem.index(_WARP_GROUP).reshape([ROWS, D_V]).store(to)
         fence_async_shared()
-        tma_store(tO, [b, h, q_start, 0], to_smem.index(WARP_GROUP))
+        _tma_store(tO, [b, h, q_start, 0], tO_smem.index(_WARP_GROUP))
         tLSE_head = tLSE + gl.cast(b, gl.int64) * stride_tlse_b + gl.cast(h, gl.int64) * stride_tlse_h
         gl.store(tLSE_head + q_start + q_off, keys_tlse, mask=q_idx < Nq)
-        barrier_arrive(5 + STAGES + STAGES + STAGES + STAGES + work_stage, THREADS)
-        work_stage, work_phase = next_stage(work_stage, work_phase, 2)
-        mbarrier.wait(work_full.index(work_stage), work_phase)
-        q_start = read_index(work_smem.index(10 * work_stage))
-    barrier_arrive(5 + STAGES + STAGES + STAGES + STAGES + work_stage, THREADS)
-    work_stage, work_phase = next_stage(work_stage, work_phase, 2)
+        _barrier_arrive(5 + STAGES + STAGES + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
+        mbarrier.wait(Work_full.index(Work_stage), Work_phase)
+        q_start = _read_index(Work_smem.index(10 * Work_stage))
+    _barrier_arrive(5 + STAGES + STAGES + STAGES + STAGES + Work_stage, THREADS)
+    Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     tma.store_wait(0)
 
 
@@ -1360,41 +1362,41 @@ def jvp(
     STAGES: gl.constexpr,
 ):
     # Forward mode: tangents of the output and the LSE; one program per query tile, over key tiles.
-    q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tq_smem = gl.allocate_shared_memory(tQ.dtype, [2, 1, 1, ROWS, D_QK], tQ.layout)
-    tq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tk_smem = gl.allocate_shared_memory(tK.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], tK.layout)
-    tk_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tv_smem = gl.allocate_shared_memory(tV.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], tV.layout)
-    tv_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_smem = gl.allocate_shared_memory(gl.int32, [10 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    to_smem = gl.allocate_shared_memory(tO.dtype, [2, 1, 1, ROWS, D_V], tO.layout)
-    for stage in gl.static_range(2):
-        mbarrier.init(q_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(tq_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(tk_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(tv_full.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(work_full.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(q_empty.index(stage), count=1)
-    for stage in gl.static_range(2):
-        mbarrier.init(tq_empty.index(stage), count=1)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    Q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tQ_smem = gl.allocate_shared_memory(tQ.dtype, [2, 1, 1, ROWS, D_QK], tQ.layout)
+    tQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tQ_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
+    K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tK_smem = gl.allocate_shared_memory(tK.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], tK.layout)
+    tK_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tV_smem = gl.allocate_shared_memory(tV.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], tV.layout)
+    tV_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
+    V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    Work_smem = gl.allocate_shared_memory(gl.int32, [10 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tO_smem = gl.allocate_shared_memory(tO.dtype, [2, 1, 1, ROWS, D_V], tO.layout)
+    for at in gl.static_range(2):
+        mbarrier.init(Q_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(tQ_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(K_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(tK_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(tV_full.index(at), count=1)
+    for at in gl.static_range(STAGES):
+        mbarrier.init(V_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Work_full.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(Q_empty.index(at), count=1)
+    for at in gl.static_range(2):
+        mbarrier.init(tQ_empty.index(at), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: the consumers and the producer
     gl.warp_specialize(
@@ -1402,29 +1404,29 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, KEY_PADDING, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h,
-                    stride_o_n, stride_lse_b, stride_lse_h, stride_key_padding_b, stride_tlse_b,
-                    stride_tlse_h, q_smem, q_full, q_empty, tq_smem, tq_full, tq_empty, k_smem,
-                    k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full, work_smem,
-                    work_full, to_smem, BLOCK_KV, STAGES, THREADS, 0,
+                    Q, K, V, O, LSE, tQ, tK, tV, KEY_PADDING, tO, tLSE, scale, Nq, Nk, stride_o_b,
+                    stride_o_h, stride_o_n, stride_lse_b, stride_lse_h, stride_key_padding_b,
+                    stride_tlse_b, stride_tlse_h, Q_smem, Q_full, Q_empty, tQ_smem, tQ_full,
+                    tQ_empty, K_smem, K_full, tK_smem, tK_full, tV_smem, tV_full, V_smem, V_full,
+                    Work_smem, Work_full, tO_smem, BLOCK_KV, STAGES, THREADS, 0,
                 ),
             ),
             (
                 jvp_consumer,
                 (
-                    O, LSE, KEY_PADDING, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h,
-                    stride_o_n, stride_lse_b, stride_lse_h, stride_key_padding_b, stride_tlse_b,
-                    stride_tlse_h, q_smem, q_full, q_empty, tq_smem, tq_full, tq_empty, k_smem,
-                    k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full, work_smem,
-                    work_full, to_smem, BLOCK_KV, STAGES, THREADS, 1,
+                    Q, K, V, O, LSE, tQ, tK, tV, KEY_PADDING, tO, tLSE, scale, Nq, Nk, stride_o_b,
+                    stride_o_h, stride_o_n, stride_lse_b, stride_lse_h, stride_key_padding_b,
+                    stride_tlse_b, stride_tlse_h, Q_smem, Q_full, Q_empty, tQ_smem, tQ_full,
+                    tQ_empty, K_smem, K_full, tK_smem, tK_full, tV_smem, tV_full, V_smem, V_full,
+                    Work_smem, Work_full, tO_smem, BLOCK_KV, STAGES, THREADS, 1,
                 ),
             ),
             (
                 jvp_producer,
                 (
                     Q, K, V, tQ, tK, tV, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, Hq,
-                    Nq, Nk, q_smem, q_full, q_empty, tq_smem, tq_full, tq_empty, k_smem, k_full,
-                    tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full, work_smem, work_full,
+                    Nq, Nk, Q_smem, Q_full, Q_empty, tQ_smem, tQ_full, tQ_empty, K_smem, K_full,
+                    tK_smem, tK_full, tV_smem, tV_full, V_smem, V_full, Work_smem, Work_full,
                     COUNTER, TILES, BLOCK_Q, BLOCK_KV, STAGES, THREADS,
                 ),
             ),

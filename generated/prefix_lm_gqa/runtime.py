@@ -112,7 +112,7 @@ below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), N
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be needed: a dual level is open or, by the public fallback, a tensor has a
+    """True if forward-mode derivatives may be needed: a dual level is open or, by the public fallback, a tensor has a
     tangent."""
     try:
         return bool(forward_ad._current_level >= 0)
@@ -121,7 +121,7 @@ def in_forward_ad(*tensors: object) -> bool:
 
 
 def has_tangents(*tensors: object) -> bool:
-    """Whether some of these have forward-mode tangents while a dual level is open."""
+    """True if some of these have forward-mode tangents while a dual level is open."""
     return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
@@ -132,7 +132,7 @@ def apply_of(function: Any) -> Callable[..., Any]:
 
 
 def hooks_look_on() -> bool:
-    """Whether a profiler has hooks on Triton's launches. A direct launch would not call them."""
+    """True if a profiler has hooks on Triton's launches. A direct launch would not call them."""
     try:
         hooks = triton.knobs.runtime
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
@@ -141,12 +141,12 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
-    """Return what a direct launch of a compiled kernel, with arguments such as these, needs; None if this version of
-    Triton lacks some of it.
+    """Return the parts of Triton with which a compiled kernel is launched directly, for arguments such as these, or
+    None if this version of Triton lacks one.
 
-    It is (function that returns a device's stream, launcher, its arguments after the stream, whether it takes the
-    kernel's arguments as one tuple, function that encodes descriptors among the kernel's arguments for the launcher, or
-    None if it takes them as they are).
+    The parts are: a function that returns a device's stream; the launcher; the launcher's arguments after the stream;
+    a bool, whether the launcher takes the kernel's arguments as one tuple; and a function that encodes descriptors in
+    these arguments, or None if the launcher takes descriptors as they are.
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
@@ -157,8 +157,9 @@ def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
 
 
 def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
-    """Return what a CUDA launcher calls for a kernel that needs no scratch memory, in the forms of Triton 3.6 and of
-    3.7 and later; None for other launchers."""
+    """Return the function that a CUDA launcher calls for a kernel without scratch memory, the arguments before those of
+    the kernel, and whether the kernel's are one tuple. Triton 3.6 has one form of launcher, 3.7 and later another; for
+    any other launcher, return None."""
     try:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
@@ -177,8 +178,8 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
 def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
     """Return the last four items of `parts_of`.
 
-    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. This returns
-    the wrapped launcher, and a copy of the function that returns the arguments of the launch instead of launching.
+    If a kernel has descriptors, Triton wraps its launcher in a function that encodes them at each launch. This returns
+    the launcher inside, and a copy of the wrapping function that returns the launch's arguments and launches nothing.
     """
     first = (1, 1, 1, 0, *before)
     try:
@@ -206,7 +207,7 @@ _KV = ("B", "Hkv", "Nk")
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor of torch.distributed."""
+    """True if x is a DTensor of torch.distributed."""
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(x, found.DTensor)
 
@@ -496,12 +497,12 @@ def kind(x: object) -> str:
 
 
 def is_watched() -> bool:
-    """Whether a compiler, a tracer, a transform or a dispatch mode sees calls."""
+    """True if a compiler, a tracer, a transform or a dispatch mode sees calls."""
     return torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or bool(dispatch_modes())
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether none of the three is of a tensor subclass (except Parameter), and nothing but autograd sees the call."""
+    """True if none of the three is of a tensor subclass (except Parameter), and nothing but autograd sees the call."""
     return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
 
 
@@ -801,12 +802,12 @@ def _is_dense(x: object) -> bool:
 
 
 def _is_near(x: torch.Tensor, rows: int) -> bool:
-    """Whether kernels can read the rows of a tensor, which lie along its dimension `rows`."""
+    """True if kernels can read the rows of a tensor, which lie along its dimension `rows`."""
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
 
 
 def _repeats_elements(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, such as those of an expanded one; or its dimensions are not nested in
+    """True if elements of a tensor share memory, such as those of an expanded one; or its dimensions are not nested in
     memory."""
     end = 0
     for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
@@ -817,8 +818,8 @@ def _repeats_elements(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, neither of which repeats elements, share an element. For tensors with different strides,
-    whether their first elements are the same.
+    """True if two tensors share an element. No tensor has two elements in the same place of memory. Tensors with
+    different strides count as sharing only if their first elements are the same.
 
     Elements i of x and j of y are the same if the sum of (i - j) * strides is the distance of y from x. Because
     dimensions are nested in memory, the difference along the widest dimension has two possible values, and so on.
@@ -929,7 +930,7 @@ class CacheRules:
         )
 
     def _knows(self, *tensors: Any) -> bool:
-        """Whether the tensors of a call are like those of the last valid call: in kind, sizes and strides, and with
+        """True if the tensors of a call are like those of the last valid call: in kind, sizes and strides, and with
         caches at multiples of 16 bytes that do not overlap if keys are stored. This is the fast form of `_check`."""
         like, layouts = self.last
         try:
@@ -945,7 +946,7 @@ class CacheRules:
         return not any(start % 16 for start in starts) and (between == known or abs(between) >= enough)
 
     def _knows_scales(self, scales: Tensors) -> bool:
-        """Whether factors are like those of the last valid call. One tensor may be passed for both."""
+        """True if factors are like those of the last valid call. One tensor may be passed for both."""
         try:
             return [_kind_of(x) for x in scales] == self.last_scales
         except (AttributeError, TypeError, RuntimeError):
@@ -1117,7 +1118,7 @@ class CacheRules:
 
 
 @on_its_device
-def over_cache(
+def call_with_cache(
     q: torch.Tensor,
     caches: Tensors,
     new: Tensors,
@@ -1241,7 +1242,8 @@ def laid_out(descriptor: Any) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
-    """Return a descriptor for TMA of tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
+    """Return a descriptor with which TMA loads tiles of `rows` rows from x, [B, H, N, D]: Gluon's if `gluon`, else
+    Triton's.
 
     In x [B, H, S, N, D], with S splits per head, each split counts as a head. A tile has `columns` columns; by default
     the next power of two from D on. Columns beyond D read as zeros. Rows have to start at multiples of 16 bytes; a
@@ -1361,7 +1363,7 @@ def forget_launches() -> None:
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
+    """True if kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
 
     Raise ImportError, in one sentence, if the interpreter does not work with the installed numpy.
     """
@@ -1427,7 +1429,7 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 
 def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
-    """Whether a kernel that has only a warp-specialized form has a schedule for the dtype and device of x and for
+    """True if a kernel that has only a warp-specialized form has a schedule for the dtype and device of x and for
     `rows`."""
     for most, config in _specialized_configs(kernels, kernel, x.device, x.element_size()):
         if most is None or rows <= most:
@@ -1909,7 +1911,7 @@ _BY_PLAN = "what attention.plan makes"
 
 
 def checks_data(interpreted: bool) -> bool:
-    """Whether calls without `check` check their data: as set by ATTNGEN_CHECK, by default only in Triton's interpreter.
+    """True if calls without `check` check their data: as set by ATTNGEN_CHECK, by default only in Triton's interpreter.
 
     Raise ValueError, in one sentence, if the variable is neither 0 nor 1.
     """
@@ -1920,7 +1922,7 @@ def checks_data(interpreted: bool) -> bool:
 
 
 def can_wait(x: torch.Tensor) -> bool:
-    """Whether the host may wait for the device of x: no CUDA graph is being captured, and no tracer or transform sees
+    """True if the host may wait for the device of x: no CUDA graph is being captured, and no tracer or transform sees
     the call."""
     return not is_watched() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -2290,8 +2292,8 @@ def refuse_vmap(*args: Any) -> Any:
 
 
 def refuse_gradients(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if a call of a module without a backward needs gradients or tangents
-    of some of these tensors."""
+    """Raise NotImplementedError, in one sentence, if one of these tensors needs a gradient or has a tangent. Modules
+    without a backward call this."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         refuse_backward()
     if in_forward_ad(*tensors) and has_tangents(*tensors):
@@ -2372,7 +2374,7 @@ _OF_NUMPY = (torch.float16, torch.float32)  # dtypes that Triton's interpreter c
 
 
 def _wants_order() -> bool:
-    """Whether torch is set to raise for algorithms that are not deterministic."""
+    """True if torch is set to raise for algorithms that are not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
@@ -2687,7 +2689,7 @@ class Operators:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func is active. It sees autograd functions, but not what is below an operator."""
+    """True if a transform of torch.func is active. It sees autograd functions, but not what is below an operator."""
     return not torch.compiler.is_compiling() and below_autograd is not None and transforms_are_active()
 
 
@@ -2836,6 +2838,7 @@ class CacheOperators:
             *(f"Tensor? {name}" for name in new),
             *rest,
         ]
+        # `served` and `stored` are the suffixes of the operators' names, which callers know.
         self.served = self._define(operators, "served", read)
         self.stored = self._define(operators, "stored", stored)
 

@@ -51,7 +51,7 @@ DQ = runtime.Kernel(
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
     heads=(1,),
-    flags=("LEARN",),
+    flags=("_INPUT_GRADIENTS",),
 )
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
@@ -93,7 +93,8 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
-        relative_bias: torch.float32 or a 16-bit type [Hq, 257], what is added, by head and distance, differentiable.
+        relative_bias: torch.float32 or a 16-bit type [Hq, 257], the bias added to the scores, by head and distance,
+            differentiable.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -114,7 +115,7 @@ def attention(
         relative_bias,
         torch.float32,
         [Hq, 257],
-        "what is added, by head and distance",
+        "the bias added to the scores, by head and distance",
     )
     out, lse = OPERATORS(shapes, return_lse, q, k, v, relative_bias, scale)
     return (out, lse) if return_lse else out
@@ -192,11 +193,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, relative_bias, scale, need_
             (1,),
             (128 + (Nk + (-1 * torch.arange(-Nq, Nk, device=q.device)) + (-1 * Nq)).clamp(-128, 128)),
         )
-        learned_d_relative_bias = drelative_bias_0
+        input_gradients_d_relative_bias = drelative_bias_0
     else:
         no_relative_bias = runtime.nothing(q, 2, torch.float32)
-        learned_d_relative_bias = no_relative_bias
-    return dq, dk, dv, learned_d_relative_bias
+        input_gradients_d_relative_bias = no_relative_bias
+    return dq, dk, dv, input_gradients_d_relative_bias
 
 
 def _jvp(q, k, v, out, lse, tq, tk, tv, relative_bias, scale, trelative_bias):
@@ -226,5 +227,5 @@ OPERANDS = "Tensor relative_bias, float scale"
 SIGNATURE = runtime.Signature(
     OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq 257",),
 )
-OPERATORS = runtime.Operators("relative_bias_mha_de33e2b1a82d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("relative_bias_mha_c8d4f6465698", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -146,7 +146,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def store_distances(SUMS, x, q_start, kv_start, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+def _store_distances(SUMS, x, q_start, kv_start, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
     # Store the sums of a tile of scores by distance kv - q, at distance + Nq. Each row of the tile is rotated until
     # equal distances are in one column; a diagonal that leaves the tile wraps around to its other side, and each wrap
     # has its own row of sums.
@@ -300,7 +300,7 @@ def dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
-    LEARN: tl.constexpr,
+    _INPUT_GRADIENTS: tl.constexpr,
 ):
     # Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.
     pid = tl.program_id(0)
@@ -389,8 +389,8 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         ds = p * (dp - delta[:, None])
-        if LEARN:
-            store_distances(
+        if _INPUT_GRADIENTS:
+            _store_distances(
                 dRELATIVE_BIAS
                 + tl.cast(b, tl.int64) * stride_drelative_bias_b
                 + tl.cast(h, tl.int64) * stride_drelative_bias_h,
@@ -436,8 +436,8 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         ds = p * (dp - delta[:, None])
-        if LEARN:
-            store_distances(
+        if _INPUT_GRADIENTS:
+            _store_distances(
                 dRELATIVE_BIAS
                 + tl.cast(b, tl.int64) * stride_drelative_bias_b
                 + tl.cast(h, tl.int64) * stride_drelative_bias_h,

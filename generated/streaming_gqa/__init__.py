@@ -157,7 +157,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -168,9 +168,9 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    use_fused = 1 if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+    _use_fused = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0 else 0
     # programs among which the query heads of a group are split
@@ -179,11 +179,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
         (
             group // runtime.divisor(
                 group,
-                min((1 if use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))),
+                min((1 if _use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_SMs)))),
             )
         ),
     )
-    if use_fused > 0:
+    if _use_fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -192,8 +192,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_semaphore = runtime.zeros(
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dkdv_semaphore = runtime.zeros(
             q,
             (B, Hkv, split_pairs, Nk),
             (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
@@ -209,7 +209,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
         dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, dq_semaphore, dkdv_semaphore, dq_acc, dk_heads, dv_heads),
+            (q, k, v, grad_out, lse2, delta, _dq_semaphore, _dkdv_semaphore, dq_acc, dk_heads, dv_heads),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -296,5 +296,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("streaming_gqa_c888312bc008", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("streaming_gqa_127f0994a16c", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -51,7 +51,7 @@ DQ = runtime.Kernel(
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
     heads=(1,),
-    flags=("LEARN",),
+    flags=("_INPUT_GRADIENTS",),
 )
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
@@ -68,7 +68,7 @@ BWD = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1,),
 )
-DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,), flags=("LEARN",))
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,), flags=("_INPUT_GRADIENTS",))
 JVP = runtime.Kernel(
     kernels,
     "jvp",
@@ -101,7 +101,8 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
-        temperature: torch.float32 or a 16-bit type [Hq], what each head's scores are divided by, differentiable.
+        temperature: torch.float32 or a 16-bit type [Hq], the temperature that divides each head's scores,
+            differentiable.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -122,7 +123,7 @@ def attention(
         temperature,
         torch.float32,
         [Hq],
-        "what each head's scores are divided by",
+        "the temperature that divides each head's scores",
     )
     out, lse = OPERATORS(shapes, return_lse, q, k, v, temperature, scale)
     return (out, lse) if return_lse else out
@@ -153,7 +154,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    num_sms = runtime.num_sms(q.device)
+    num_SMs = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -171,8 +172,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_SMs) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_SMs
         )
     ) and fused > 0:
         DELTA(
@@ -181,7 +182,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        _dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -190,7 +191,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
         )
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, temperature, dq_semaphore, dq_acc, dk, dv),
+            (q, k, v, grad_out, lse2, delta, temperature, _dq_semaphore, dq_acc, dk, dv),
             (scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -238,11 +239,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
             )
     if need_inputs:
         dtemperature_0_sum = dtemperature.sum((0, 2))
-        learned_d_temperature = dtemperature_0_sum
+        input_gradients_d_temperature = dtemperature_0_sum
     else:
         no_temperature = runtime.nothing(q, 1, torch.float32)
-        learned_d_temperature = no_temperature
-    return dq, dk, dv, learned_d_temperature
+        input_gradients_d_temperature = no_temperature
+    return dq, dk, dv, input_gradients_d_temperature
 
 
 def _jvp(q, k, v, out, lse, tq, tk, tv, temperature, scale, ttemperature):
@@ -269,5 +270,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, temperature, scale, ttemperature):
 
 OPERANDS = "Tensor temperature, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq",))
-OPERATORS = runtime.Operators("temperature_mha_becc2f73d3c4", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("temperature_mha_b1d92c7db4f4", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
