@@ -8,8 +8,8 @@ before:  %acc_flight = wgmma %p %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] 
 after:   %p_operand = convert_layout %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
          %acc_flight = wgmma %p_operand %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @flight
          %acc_next = wgmma_wait %acc_flight keep_alive(%p_operand) : f32[BLOCK_Q, D_V] @reg
-         %alpha_acc = convert_layout %soft.alpha to(acc) : f32[BLOCK_Q] @reg
-         %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%alpha_acc) : f32[BLOCK_Q, D_V] @reg
+         %soft_alpha_ACC = convert_layout %soft.alpha to(acc) : f32[BLOCK_Q] @reg
+         %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%soft_alpha_ACC) : f32[BLOCK_Q, D_V] @reg
          tma_store %O[b, h, q, d_v] %o staging(%Q_pipeline)
          tma_store_wait %Q_pipeline
 
