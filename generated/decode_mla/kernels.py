@@ -3,8 +3,7 @@
 Tensors are [batch, head, row, head dimension], addressed by strides, with the last dimension contiguous. Tiles of
 queries have BLOCK_Q rows, tiles of keys BLOCK_KV. Statistics and accumulators are fp32; softmax is computed in base 2.
 `combine` combines BLOCK_KV_splits splits of a sequence's keys at a time. Its config is chosen by the rows of all heads
-and
-sequences.
+and sequences.
 """
 
 import triton
