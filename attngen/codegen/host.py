@@ -15,7 +15,7 @@ import sympy
 from attngen.codegen.layout import LONGEST, fitted, tuple_text
 from attngen.codegen.torch_text import to_torch
 from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, OWN, WHOLE
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import exp2, log2, select, symbol
 from attngen.ir.expr_text import parse, to_text
@@ -445,9 +445,9 @@ class HostContext:
     def _shares(self, kernel: Kernel, rows: Any) -> list[str]:
         """Return Python source for the number of programs along a split head_dim, which the launch's schedule
         determines; an empty list if no head_dim is split."""
-        if (axis := kernel.shared_columns) is None:
+        if (axis := kernel.split_d_axis) is None:
             return []
-        block = OWN[axis.var]
+        block = SPLIT_DIM[axis.var]
         schedule = f'runtime.schedule(kernels, "{kernel.name}", {self.first}, {self._python(rows)})'
         return [f'-(-{_WIDTHS[WHOLE[block]]} // {schedule}["{block}"])']
 

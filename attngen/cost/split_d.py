@@ -10,7 +10,7 @@ from attngen.cost.flops import executed_flops
 from attngen.cost.io import hbm_bytes
 from attngen.cost.roofline import Problem, config_for, rows_of_call, values
 from attngen.devices import DEVICES, Device
-from attngen.ir.dims import OWN, WHOLE
+from attngen.ir.dims import SPLIT_DIM, WHOLE
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.names import SHARES
@@ -25,7 +25,7 @@ def split_d_costs(
 
     FLOPs and bytes loaded are compared with those of programs that have the same tile and all columns.
     """
-    for kernel in (kernel for kernel in module.kernels if kernel.shared_columns):
+    for kernel in (kernel for kernel in module.kernels if kernel.split_d_axis):
         costs: dict[str, list[str]] = {}
         for device in devices:
             if config := config_for(module, kernel, device, rows_of_call(kernel, problem)):
@@ -34,8 +34,8 @@ def split_d_costs(
 
 
 def _cost(module: Module, kernel: Kernel, config: Config, problem: Problem) -> str:
-    assert kernel.shared_columns
-    width = module.widths[WHOLE[OWN[kernel.shared_columns.var]]]
+    assert kernel.split_d_axis
+    width = module.widths[WHOLE[SPLIT_DIM[kernel.split_d_axis.var]]]
     programs = -(-width // config.columns)
     if programs == 1:
         return f"a program holds all {width} columns of its sum"

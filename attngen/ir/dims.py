@@ -24,13 +24,13 @@ GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}
 # Index letter -> dimension of the left or the right half of D_V's columns.
 SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}
 # Index letter -> dimension of a program's own columns, where several programs share the head_dim (split-d).
-OWN = {"split_QK": "D_QK_split", "split_V": "D_V_split"}
+SPLIT_DIM = {"split_QK": "D_QK_split", "split_V": "D_V_split"}
 WHOLE = {"D_QK_split": "D_QK", "D_V_split": "D_V"}  # a program's own columns -> all columns
 # Index letter -> dimension of a tile.
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "KV_splits": "BLOCK_KV_splits", **COLUMN_DIM, **SIDES, **OWN}
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "KV_splits": "BLOCK_KV_splits", **COLUMN_DIM, **SIDES, **SPLIT_DIM}
 # Index letter -> length of the whole axis.
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "KV_splits": "num_KV_splits", **COLUMN_DIM}
-AXIS_EXTENT |= {axis: WHOLE[dim] for axis, dim in OWN.items()}
+AXIS_EXTENT |= {axis: WHOLE[dim] for axis, dim in SPLIT_DIM.items()}
 # Dimension of a tile -> the field of a config that gives its length.
 TILED = {"BLOCK_Q": "block_q", "BLOCK_KV": "block_kv", "BLOCK_KV_splits": "block_kv"}
 TILED |= dict.fromkeys(WHOLE, "columns")

@@ -14,7 +14,7 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.core import Access, Block, Op, Type, WarpGroup
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, OWN
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM
 from attngen.ir.expr import Expr, floordiv, symbol
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis, KVSplit
 from attngen.ir.names import block_lists
@@ -279,9 +279,9 @@ class Kernel:
         return any(isinstance(op, OrderedAdd) for op in self.ops())
 
     @cached_property
-    def shared_columns(self) -> GridAxis | None:
+    def split_d_axis(self) -> GridAxis | None:
         """The axis of the grid along which programs split the head_dim of a sum; None if each program has all of it."""
-        return next((axis for axis in self.grid if axis.var in OWN), None)
+        return next((axis for axis in self.grid if axis.var in SPLIT_DIM), None)
 
     @cached_property
     def takes_heads(self) -> bool:

@@ -6,7 +6,7 @@ import sympy
 
 from attngen.devices import CLASSES
 from attngen.heuristics import ALIGNED_KEYS, COMBINE_COLUMNS_PER_THREAD
-from attngen.ir.dims import OWN
+from attngen.ir.dims import SPLIT_DIM
 from attngen.ir.expr import Bool, mod, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
@@ -80,7 +80,7 @@ def constants(kernel: Kernel, config: Config) -> dict[str, int]:
         "BLOCK_Q": config.block_q,
         "BLOCK_KV": config.block_kv,
         "TMA": config.tma,
-        **({OWN[axis.var]: config.columns} if (axis := kernel.shared_columns) else {}),
+        **({SPLIT_DIM[axis.var]: config.columns} if (axis := kernel.split_d_axis) else {}),
         **({"BLOCK_KV_splits": config.block_kv} if kernel.combines_splits else {}),
         **({"CONVERTS": device.converts} if kernel.reads_quantised else {}),
         **({"OVERLAPS": device.overlaps} if kernel.overlaps else {}),

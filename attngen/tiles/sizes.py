@@ -9,7 +9,7 @@ import sympy
 
 from attngen.heuristics import LEAST_SHARED
 from attngen.ir.core import DTYPE_BYTES, Type
-from attngen.ir.dims import OWN, SIDES, TILED, WHOLE, axis_of, dimension
+from attngen.ir.dims import SIDES, SPLIT_DIM, TILED, WHOLE, axis_of, dimension
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.kernel import Kernel
@@ -60,16 +60,16 @@ def share_of(op: Load) -> Expr:
     """Return 1 for a loaded tile; 0 for a program's slice of a loaded tile if the slice is the whole tile."""
     if not op.columns_of:
         return sympy.Integer(1)
-    own = OWN[axis_of(op.src.index[-1])]
+    own = SPLIT_DIM[axis_of(op.src.index[-1])]
     return select(symbol(own) < symbol(WHOLE[own]), sympy.Integer(1), sympy.Integer(0))
 
 
 def block_d_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
     """Return the possible widths of a program's slice of head_dim with split-D: all, a half, a quarter and so on; (0,)
     without."""
-    if (axis := kernel.shared_columns) is None:
+    if (axis := kernel.split_d_axis) is None:
         return (0,)
-    whole = tile_width(module.widths[WHOLE[OWN[axis.var]]])
+    whole = tile_width(module.widths[WHOLE[SPLIT_DIM[axis.var]]])
     return tuple(whole >> halved for halved in range(whole.bit_length()) if whole >> halved >= LEAST_SHARED)
 
 

@@ -84,7 +84,7 @@ def heads(kernel: Kernel) -> Expr:
 
 def repeats(kernel: Kernel) -> Expr:
     """Return the number of programs that visit the same tiles, each for its slice of head_dim (split-D)."""
-    return kernel.shared_columns.extent if kernel.shared_columns else sympy.Integer(1)
+    return kernel.split_d_axis.extent if kernel.split_d_axis else sympy.Integer(1)
 
 
 def extent(kernel: Kernel, axis: str) -> Expr:

@@ -37,7 +37,7 @@ import sympy
 
 from attngen.heuristics import WIDEST_ACC
 from attngen.ir.core import Access, Op, Type
-from attngen.ir.dims import COLUMN_DIM, OWN, WHOLE
+from attngen.ir.dims import COLUMN_DIM, SPLIT_DIM, WHOLE
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.grid import GridAxis
 from attngen.ir.kernel import Kernel
@@ -70,7 +70,7 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
     ):
         return kernel
     (own,) = wide
-    axis = next(letter for letter, dim in OWN.items() if dim == own)
+    axis = next(letter for letter, dim in SPLIT_DIM.items() if dim == own)
     return _HeadDimSplit(kernel, axis, module.widths[WHOLE[own]]).kernel_with_axis()
 
 
@@ -78,7 +78,7 @@ class _HeadDimSplit:
     """One kernel, with the axis letters and dimensions of its accumulator's whole head_dim and of a program's slice."""
 
     def __init__(self, kernel: Kernel, axis: str, width: int) -> None:
-        self.kernel, self.axis, self.own = kernel, axis, OWN[axis]
+        self.kernel, self.axis, self.own = kernel, axis, SPLIT_DIM[axis]
         self.whole = WHOLE[self.own]
         self.letter = next(letter for letter, dim in COLUMN_DIM.items() if dim == self.whole)
         self.uneven = width != tile_width(width)  # then the last program's slice may be narrower

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import sympy
 
 from attngen.ir.core import TENSORS, Op, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, OWN, WHOLE, dimension
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE, dimension
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import COLUMN_VIEWS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
@@ -296,7 +296,7 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     expected = {own: tiles} | {
         axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")
     }
-    expected |= {axis: cdiv(symbol(WHOLE[dim]), symbol(dim)) for axis, dim in OWN.items()}
+    expected |= {axis: cdiv(symbol(WHOLE[dim]), symbol(dim)) for axis, dim in SPLIT_DIM.items()}
     expected |= {"KV_split": symbol("num_KV_splits")} if kernel.kv_split else {}
     expected |= {"kv": cdiv(symbol("Nc"), symbol("BLOCK_KV"))} if own == "kv" and kernel.reads_cache else {}
     for at, axis in enumerate(kernel.grid):

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 
 from attngen.heuristics import STRIP
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, OWN, dimension
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, dimension
 from attngen.ir.expr import Bool, conjuncts, floordiv, select, span, symbol, symbol_names
 from attngen.ir.expr_text import to_text
 from attngen.ir.grid import GridAxis
@@ -68,7 +68,7 @@ def _heads(module: Module) -> dict[str, list[Any]]:
 def _letters(module: Module, kernel: Kernel) -> dict[str, Any]:
     """The index into each other dimension."""
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in ("Hq", "Hkv")}
-    letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items() if axis not in OWN}
+    letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items() if axis not in SPLIT_DIM}
     letters |= {"items": combined_work_items() if kernel.combines_splits else work_item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     if sharing_axes(kernel.grid):
@@ -94,7 +94,7 @@ def _tile_indices(
     """
     tensor, indices = kernel.accessed(op)
     dims, axis = kernel.type_of(tensor.name).dims, kernel.program_axis
-    split = {AXIS_EXTENT[a.var]: symbol(a.var) for a in kernel.grid if a.var in OWN}
+    split = {AXIS_EXTENT[a.var]: symbol(a.var) for a in kernel.grid if a.var in SPLIT_DIM}
     for dim, index in zip(dims[1:] if in_pages(op) else dims, indices):
         found = f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`"
         if tensor.name in by_entry and dim.isdigit():

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir.dims import AXIS_EXTENT, COLUMN_DIM, OWN, WHOLE, axis_of
+from attngen.ir.dims import AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of
 from attngen.ir.expr import cdiv, conjuncts, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
@@ -22,10 +22,10 @@ def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
     Each program stores its own columns, and the first one stores the results that all of them compute. Products sum
     over all columns. The part of a loaded tile is loaded from the rows of that tile. Columns that a part may lack are
     checked."""
-    axes = [axis for axis in kernel.grid if axis.var in OWN]
-    split = kernel.shared_columns
+    axes = [axis for axis in kernel.grid if axis.var in SPLIT_DIM]
+    split = kernel.split_d_axis
     if split is None:
-        found = {axis_of(e) for op in kernel.ops() for e in op.expressions} & OWN.keys()
+        found = {axis_of(e) for op in kernel.ops() for e in op.expressions} & SPLIT_DIM.keys()
         if found or any(isinstance(op, Store) and op.first_along for op in kernel.ops()):
             yield "it has a part of the columns, or a store of the first program only, and no grid axis splits columns"
         yield from (
@@ -34,7 +34,7 @@ def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
             if config.columns
         )
         return
-    own = OWN[split.var]
+    own = SPLIT_DIM[split.var]
     expected = cdiv(symbol(WHOLE[own]), symbol(own))
     if len(axes) > 1 or split.extent != expected or kernel.grid[0] is split:
         have = ", ".join(axis.var for axis in axes)
@@ -68,10 +68,10 @@ def _is_part(kernel: Kernel, op: Load) -> bool:
         symbol(axis): symbol(next((letter for letter, dim in COLUMN_DIM.items() if dim == AXIS_EXTENT.get(axis)), axis))
     }
     index = tuple(e.xreplace(letters) for e in op.src.index)
-    rows = {check for check in op.check if check[0] not in OWN}
+    rows = {check for check in op.check if check[0] not in SPLIT_DIM}
     return (
         isinstance(whole, Load)
-        and axis in OWN
+        and axis in SPLIT_DIM
         and (whole.src.tensor, whole.src.index) == (op.src.tensor, index)
         and rows == {check for check in whole.check if check[0] not in COLUMN_DIM}
         and kernel.graph.nodes[whole.name]["block"] == kernel.graph.nodes[op.name]["block"]
@@ -80,7 +80,7 @@ def _is_part(kernel: Kernel, op: Load) -> bool:
 
 def _sizes(module: Module, kernel: Kernel, own: str) -> Iterator[str]:
     """Configs give parts that are powers of two. If a part does not divide the columns, accesses check columns."""
-    axis, width = next(letter for letter, dim in OWN.items() if dim == own), module.widths[WHOLE[own]]
+    axis, width = next(letter for letter, dim in SPLIT_DIM.items() if dim == own), module.widths[WHOLE[own]]
     accesses = [
         op
         for op in kernel.ops()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attngen.ir.core import Op
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, OWN, PADDED, WHOLE
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, PADDED, SPLIT_DIM, WHOLE
 from attngen.ir.expr import cdiv, floordiv, mod, symbol_names
 from attngen.ir.expr_text import to_text
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
@@ -40,10 +40,10 @@ RESERVED = {
     *POSITIONS,
     *CONSTANTS,
     *(f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")),
-    *(f"{axis}_start" for axis in OWN),
+    *(f"{axis}_start" for axis in SPLIT_DIM),
     *PADDED.values(),
     *COLUMN_DIM,
-    *OWN,
+    *SPLIT_DIM,
     *WHOLE,
     *(
         "dtype",
@@ -76,7 +76,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
     divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
     scalars |= {*SPLIT_SYMBOLS} if kernel.kv_split else set()
     for a in kernel.grid:
-        widths = {AXIS_EXTENT[a.var]} if a.var in OWN else set()
+        widths = {AXIS_EXTENT[a.var]} if a.var in SPLIT_DIM else set()
         yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B"} | TILES | widths)
     for op in kernel.ops():
         known, uses = scalars | _positions(kernel, op), getattr(op, "uses", ())
@@ -104,7 +104,7 @@ def _positions(kernel: Kernel, op: Op) -> set[str]:
     loops around the op, and, depending on its kind, the rows and columns that it accesses."""
     known = CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | TILES
     known |= {REVERSED_GROUP for a in kernel.grid if a.reversed_group}
-    columns = {a.var for a in kernel.grid if a.var in OWN}
+    columns = {a.var for a in kernel.grid if a.var in SPLIT_DIM}
     axes = set() if kernel.visits_all_tiles else {kernel.program_axis}
     known |= {f"{axis}_start" for axis in axes | columns}
     for loop in kernel.loops_around(kernel.graph.nodes[op.name]["block"]):

@@ -32,7 +32,7 @@ from tests.hopper.test_numerics import compare_with_naive
 from tests.transforms.equality import Unequal
 
 WIDE, TWO_CTAS = "causal_d256", "causal_mqa"  # two instances each, with one CTA per SM and with two
-OWN = (
+SPLIT_DIM = (
     "max(0, min(Nk, Nk - Nq + q_start + 1)) // BLOCK_KV .. cdiv(max(0, min(Nk, Nk - Nq + min(Nq, BLOCK_Q + "
     "q_start))), BLOCK_KV)"
 )
@@ -58,7 +58,7 @@ def test_a_pipelined_loop_skips_tiles_and_is_reversed() -> None:
         for name in ("defer-row-reduction", "skip-masked-tiles")
     )
     at = next(i for i, line in enumerate(before["consumer"]) if line.startswith("%keys = pipelined_loop kv"))
-    assert made["consumer"][at] == f"{before['consumer'][at]} reversed(yes) skip(@skip) instance_partial({OWN})"
+    assert made["consumer"][at] == f"{before['consumer'][at]} reversed(yes) skip(@skip) instance_partial({SPLIT_DIM})"
     assert made["consumer"][:at] + made["consumer"][at + 1 :] == before["consumer"][:at] + before["consumer"][at + 1 :]
     assert made["producer"] == [
         before["producer"][0],
@@ -86,7 +86,7 @@ def test_loops_over_full_and_partial_tiles_become_one_pipelined_loop_of_step() -
     assert made[at] == (
         "%keys = pipelined_loop kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end) carry(m=%m_init, l=%l_init, "
         "acc=%acc_init) "
-        f"step(@step) reversed(yes) skip(@skip) instance_partial({OWN})"
+        f"step(@step) reversed(yes) skip(@skip) instance_partial({SPLIT_DIM})"
     )
     assert made[:at] == before[:at] and made[at + 1 :] == [
         line.replace("%keys_partial.", "%keys.") for line in before[at + 2 :]
@@ -145,15 +145,15 @@ def test_tiles_are_skipped_where_some_rows_do_not_see_them() -> None:
 
 REFUSED = {
     "other bounds": (
-        f"instance_partial({OWN})",
-        f"instance_partial({OWN.replace('q_start + 1)', 'q_start + 2)')})",
+        f"instance_partial({SPLIT_DIM})",
+        f"instance_partial({SPLIT_DIM.replace('q_start + 1)', 'q_start + 2)')})",
         (
             r"`loop-bodies`: .* %keys: for the rows of an instance, the bounds of the loop are "
             r"instance_partial\(max\(0, min\(Nk, Nk - Nq \+ q_start \+ 1\)\)"
         ),
     ),
     "the program's bounds": (
-        f"instance_partial({OWN})",
+        f"instance_partial({SPLIT_DIM})",
         "instance_partial(kv_full_end .. kv_end)",
         "`loop-bodies`: .* %keys: for the rows of an instance",
     ),
@@ -163,7 +163,7 @@ REFUSED = {
         "`loop-bodies`: .* %keys skips tiles; expected all of reversed, skip and instance_partial",
     ),
     "no bounds": (
-        f" instance_partial({OWN})",
+        f" instance_partial({SPLIT_DIM})",
         "",
         "`loop-bodies`: .* %keys skips tiles; expected all of reversed, skip and instance_partial",
     ),
@@ -350,8 +350,8 @@ def test_an_instance_may_skip_all_tiles(skipping: list[int]) -> None:
 
 def test_a_wrong_range_of_skipped_tiles_shows() -> None:
     """One edit makes an instance skip one tile more; the other makes it mask one tile less."""
-    more = (f"instance_partial({OWN})", f"instance_partial({OWN} - 1)")
-    less = (f"instance_partial({OWN})", f"instance_partial(1 + {OWN})")
+    more = (f"instance_partial({SPLIT_DIM})", f"instance_partial({SPLIT_DIM} - 1)")
+    less = (f"instance_partial({SPLIT_DIM})", f"instance_partial(1 + {SPLIT_DIM})")
     for change in (more, less):
         with pytest.raises((Unequal, IndexError)):
             for seed in range(12):

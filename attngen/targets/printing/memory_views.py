@@ -7,7 +7,7 @@ from typing import Any
 import sympy
 
 from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, OWN, WHOLE, axis_of, dimension
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of, dimension
 from attngen.ir.expr import Bool, symbol
 from attngen.ir.names import ROW_AXES, stride_names
 from attngen.ir.ops import (
@@ -173,7 +173,7 @@ class MemoryContext(ExpressionContext):
         """For a load of some columns of a tile: that tile, and the condition that they are not all its columns."""
         if not op.columns_of:
             return {"whole": ""}
-        own = OWN[axis_of(op.src.index[-1])]
+        own = SPLIT_DIM[axis_of(op.src.index[-1])]
         letter = next(axis for axis, dim in COLUMN_DIM.items() if dim == WHOLE[own])
         return {"whole": self.var(op.columns_of), "part": f"{own} < {self._width(letter)}"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir.dims import AXIS_DIM, COLUMN_DIM, OWN
+from attngen.ir.dims import AXIS_DIM, COLUMN_DIM, SPLIT_DIM
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis
 from attngen.ir.names import ROW_AXES
 from attngen.ir.ops import Load
@@ -50,8 +50,8 @@ class ProgramContext(MemoryContext):
         for axis in COLUMN_DIM:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
-        if columns := self.kernel.shared_columns:
-            lines.append(f"{columns.var} = {columns.var}_start + tl.arange(0, {OWN[columns.var]})")
+        if columns := self.kernel.split_d_axis:
+            lines.append(f"{columns.var} = {columns.var}_start + tl.arange(0, {SPLIT_DIM[columns.var]})")
         return lines, iteration, iterations
 
     def _tile_start(self, own: GridAxis) -> tuple[list[str], str]:
@@ -86,7 +86,9 @@ class ProgramContext(MemoryContext):
             extent = self.scalar(axis.extent)
             number = f"{rest} % {extent}"
             lines.append(
-                f"{axis.var}_start = ({number}) * {OWN[axis.var]}" if axis.var in OWN else f"{axis.var} = {number}"
+                f"{axis.var}_start = ({number}) * {SPLIT_DIM[axis.var]}"
+                if axis.var in SPLIT_DIM
+                else f"{axis.var} = {number}"
             )
             rest = f"{rest} // {extent}"
         return [*lines, f"{axes[-1].var} = {rest}"] if axes else lines

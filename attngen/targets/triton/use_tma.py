@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from attngen.heuristics import UNIT
 from attngen.ir.core import Op
-from attngen.ir.dims import OWN
+from attngen.ir.dims import SPLIT_DIM
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
@@ -51,7 +51,7 @@ def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
 def in_parts(kernel: Kernel, tensor: str) -> bool:
     """True if programs read only some columns of a tensor. A descriptor describes tiles of all columns."""
     return any(
-        isinstance(op, Load) and op.src.tensor == tensor and not OWN.keys().isdisjoint(op.src.axes())
+        isinstance(op, Load) and op.src.tensor == tensor and not SPLIT_DIM.keys().isdisjoint(op.src.axes())
         for op in kernel.ops()
     )
 
