@@ -112,14 +112,12 @@ def imported(file: Path) -> list[Path]:
             continue
         found.add(path)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            package = (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else ""
-            if isinstance(node, ast.ImportFrom) and package in ("tests", "attngen"):
-                base = ROOT / str(node.module).replace(".", "/")
-                files = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
-                if package == "tests":
-                    remaining += files
-                else:
-                    found |= {path for path in files if path.parent in EXPECTING and path.is_file()}
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            base = ROOT / str(node.module).replace(".", "/")
+            files = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+            remaining += [path for path in files if ROOT / "tests" in path.parents]
+            found |= {path for path in files if path.parent in EXPECTING and path.is_file()}
     return sorted(found)
 
 
