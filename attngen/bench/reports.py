@@ -109,7 +109,7 @@ def _speed(peers: Peers) -> Iterator[str]:
         ms = {peer: line.figures[f"{d}_ms"] for peer, line in peers.items() if f"{d}_ms" in line.figures}
         for peer in ("ours", "flex"):
             yield f"{ms[peer]:.3f} ({_figure(peers, peer, f'{d}_tflops', '.0f')})" if peer in ms else "-"
-        yield f"{ms['flex'] / ms['ours']:.2f}" if len(ms) == 2 else "-"
+        yield f"{ms['flex'] / ms['ours']:.2f}" if ms.keys() >= {"ours", "flex"} else "-"
     names = [f"{d}_spread" for d in TIMES]
     spreads = [line.figures[name] for line in peers.values() for name in names if name in line.figures]
     yield f"{max(spreads):.1%}" if spreads else "-"

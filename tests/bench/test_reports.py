@@ -96,6 +96,7 @@ def test_the_tables_of_flex(tmp_path: Path) -> None:
     differs = dict(zip(("out_differs", "dq_differs", "dk_differs", "dv_differs"), (0.001, 0.002, 0.003, 0.004)))
     lines = [
         flex_line(causal, "ours", 1.0), flex_line(causal, "flex", 1.5, mask_eager_ms=4.0, differs=0.004, **differs),
+        flex_line(causal, "cudnn", 1.2),
         flex_line(documents, "ours", 0.5, whole_fwd_ms=0.6),
         Line(documents, "flex", {}, "first call: no end within 120 s"),
         flex_line(memory, "ours", 1.0, whole_mib=4096.0, mask_mib=2.0),
