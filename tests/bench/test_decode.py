@@ -411,6 +411,11 @@ def test_the_decode_table() -> None:
 @pytest.mark.share(16)
 def test_the_decode_plots() -> None:
     found = plots.plots(example_results())
-    assert list(found) == ["decode-rate.svg", "decode-bars.svg"] and found == plots.plots(example_results())
-    assert "<!-- B=8, N keys each -->" in found["decode-rate.svg"] and "<!-- cudnn -->" in found["decode-rate.svg"]
-    assert "<!-- decode_window bf16 B8 H32/8 Nq1 Nk131072 -->" in found["decode-bars.svg"]
+    assert list(found) == [
+        "decode-rate.svg",
+        "decode-rate-dark.svg",
+        "decode-bars.svg",
+        "decode-bars-dark.svg",
+    ] and found == plots.plots(example_results())
+    assert "over N: B=8, causal, gqa, " in found["decode-rate.svg"] and ">cuDNN</text>" in found["decode-rate.svg"]
+    assert ">decode_window</text>" in found["decode-bars.svg"] and ">B8 H32/8 Nq1 Nk131072<" in found["decode-bars.svg"]

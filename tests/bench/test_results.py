@@ -15,6 +15,7 @@ import pytest
 from attngen.bench import plots
 from attngen.bench.cases.catalog import paper
 from attngen.bench.cases.grids import cell
+from attngen.bench.figures import FORMS, spread, theme
 from attngen.bench.results import (
     FIGURES,
     Line,
@@ -38,6 +39,8 @@ from tests.helpers import ROOT
 
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "matmul_tflops": 800.0, "copy_tb_s": 4.0}
 CELLS = paper().cells[:3]
+COLOURS_AND_IDS = r"#[0-9a-f]{6}\b|\b[mp][0-9a-f]{10}\b"
+PLOTS = ["paper-tflops.svg", "paper-tflops-dark.svg", "paper-memory.svg", "paper-memory-dark.svg"]
 
 
 def line(at: int, peer: str, fwd: float | None, bwd: float | None = None, spread: float = 0.01, why: str = "") -> Line:
@@ -187,11 +190,51 @@ def test_plots_are_the_same_to_the_byte() -> None:
     if not plots.available():
         pytest.fail("matplotlib is missing; it comes with the dev extra")
     found = plots.plots(RUN)
-    assert list(found) == ["paper-tflops.svg", "paper-memory.svg"] and found == plots.plots(RUN)
+    assert list(found) == PLOTS and found == plots.plots(RUN)
     for text in found.values():
         assert text.startswith("<?xml") and "<dc:date>" not in text and str(ROOT) not in text
-    assert found["paper-tflops.svg"].count("<!-- causal, mha -->") == 1
-    assert "<!-- attngen -->" in found["paper-tflops.svg"] and "<!-- flash -->" in found["paper-memory.svg"]
+    assert ">causal</text>" not in found["paper-tflops.svg"], "what all panels share is in the heading"
+    assert ">TFLOP/s over N: causal, mha, D=64, H=16, fp16</text>" in found["paper-tflops.svg"]
+    assert ">attngen</text>" in found["paper-tflops.svg"] and ">FA2</text>" in found["paper-memory.svg"]
+
+
+def test_the_dark_form_differs_in_colours_only() -> None:
+    found = plots.plots(RUN)
+    for name in PLOTS[::2]:
+        light, dark = (re.sub(COLOURS_AND_IDS, "", found[n]) for n in (name, name.replace(".svg", "-dark.svg")))
+        assert light == dark and found[name] != found[name.replace(".svg", "-dark.svg")]
+    assert theme("dark").colours.keys() == theme("light").colours.keys() and theme("dark")["page"] == "#0f1317"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_are_legible_on_the_page(form: str) -> None:
+    """The contrast that WCAG 2 asks of small text."""
+
+    def light(colour: str) -> float:
+        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+    page = light(theme(form)["page"])
+    for colour in {style[1] for style in plots.STYLES.values()} | {"text"}:
+        high, low = sorted((page, light(theme(form)[colour])), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5, colour
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([10, 50], [10, 50]),
+        ([10, 12], [6, 16]),
+        ([10, 12, 17, 80], [3, 13, 23, 80]),
+        ([1, 2], [0, 10]),
+        ([98, 99, 99], [80, 90, 100]),
+        ([88, 99, 99], [80, 90, 100]),
+        ([], []),
+    ],
+)
+def test_labels_are_moved_apart(places: list[float], expected: list[float]) -> None:
+    assert spread(places, 10, 0, 100) == expected
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -217,8 +260,7 @@ def test_a_run_is_shown_and_compared(
     assert {p.name for p in Path("bench").iterdir()} == {
         "results.json",
         "results.csv",
-        "paper-tflops.svg",
-        "paper-memory.svg",
+        *PLOTS,
     }
     assert Path("bench/results.json").read_text() == RUN.text()
     slow = replace(
