@@ -259,15 +259,17 @@ def _sum(launches: Iterable[Launch]) -> Bytes:
 
 
 def write(found: Found, folder: Path) -> list[Path]:
-    """Write profile.csv, profile.json and, for the forward, profile.svg; AttngenError without matplotlib, after the
-    other two."""
+    """Write profile.csv, profile.json and, for the forward, profile.svg and profile-dark.svg; AttngenError without
+    matplotlib, after the other two."""
     flat, table = rows(found), io.StringIO()
     writer = csv.DictWriter(table, list(flat[0]) if flat else [])
     writer.writeheader()
     writer.writerows(flat)
     head = {k: v for k, v in asdict(found).items() if k != "lines"}
-    paths = [folder / f"profile.{suffix}" for suffix in ("csv", "json", "svg")]
+    paths = [folder / f"profile.{suffix}" for suffix in ("csv", "json")]
     write_file(paths[0], table.getvalue())
     write_file(paths[1], json.dumps({**head, "lines": flat}, indent=2) + "\n")
-    write_file(paths[2], plot(found))
+    for name, text in plot(found).items():
+        paths.append(folder / name)
+        write_file(paths[-1], text)
     return paths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 
 from attngen.bench.counters import Bytes
@@ -49,6 +50,20 @@ def rows(found: Found) -> list[dict[str, object]]:
             }
         made.append({**flat, "dram_ratio": ratio(line, "dram"), "l2_ratio": ratio(line, "l2")})
     return made
+
+
+def read(text: str) -> Found:
+    """Return what a profile.json holds."""
+    data = json.loads(text)
+    lines = []
+    for flat in data.pop("lines"):
+        predicted, measured = (
+            {name: flat[f"{kind}_{name}"] for name in Bytes.__dataclass_fields__} for kind in ("predicted", "measured")
+        )
+        known = None if None in predicted.values() else Bytes(**predicted)
+        keys = {name: flat[name] for name in Line.__dataclass_fields__ if name in flat}
+        lines.append(Line(**keys, predicted=known, measured=Bytes(**measured)))
+    return Found(**{**data, "lines": tuple(lines), "failed": tuple(data["failed"])})
 
 
 def ratio(line: Line, level: str) -> float | None:

@@ -29,7 +29,7 @@ def profile(
     ] = None,
     budget: Annotated[int, typer.Option(min=1, help="seconds that ncu may take")] = 600,
     out_dir: Annotated[
-        Path | None, typer.Option("--out", help="folder that gets profile.csv, profile.json and profile.svg")
+        Path | None, typer.Option("--out", help="folder that gets profile.csv, profile.json and plots")
     ] = None,
 ) -> None:
     """Compare the bytes that kernels move with the prediction.

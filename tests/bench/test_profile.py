@@ -15,7 +15,7 @@ from attngen import cli
 from attngen.bench import profile as profiling
 from attngen.bench.counters import METRICS, Bytes, Launch, command, parse, profile
 from attngen.bench.profile import MARK, Call, attribute, predicted, predicted_naive, variants, write
-from attngen.bench.profile_results import Found, Line, rows
+from attngen.bench.profile_results import Found, Line, read, rows
 from attngen.cost.roofline import Problem
 from attngen.devices import DEVICES
 from attngen.errors import AttngenError
@@ -306,11 +306,11 @@ def test_the_command_prints_a_table_and_writes_files(
     assert sum(line.startswith("FlashAttention-2") for line in lines) == 2
     assert sum(line.startswith("naive") for line in lines) == 1
     files = {p.name: p.read_bytes() for p in (tmp_path / "io").iterdir()}
-    assert sorted(files) == ["profile.csv", "profile.json", "profile.svg"]
+    assert sorted(files) == ["profile-dark.svg", "profile.csv", "profile.json", "profile.svg"]
     data = json.loads(files["profile.json"])
     assert (data["device"], len(data["lines"])) == ("H200", 7)
     assert files["profile.csv"].count(b"\n") == 8
-    assert b"FlashAttention-1" in files["profile.svg"]
+    assert b">FA1 order<" in files["profile.svg"]
 
 
 def test_the_plot_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
@@ -325,6 +325,7 @@ def test_the_plot_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
     first, second = ({p.name: p.read_bytes() for p in write(found, tmp_path / name)} for name in ("a", "b"))
     assert first == second
     assert rows(found)[0]["dram_ratio"] == 1
+    assert read(first["profile.json"].decode()) == found
 
 
 def test_without_matplotlib_the_tables_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
