@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from decoder import PLAIN, stop
 
+from attngen.bench import figures
+
 Run = dict[str, Any]
 # How the steps run whose speed is measured.
 MODES = {"kept": "as they are", "checkpointed": "checkpointed", "graph": "in a CUDA graph"}
-COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # of all attentions except naive
+COLOURS = ("bar", "deep", "name", "partial")  # names of the colours of modules
+TITLE = {"fontsize": 10, "fontweight": "bold"}
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,11 @@ def load(folders: list[Path]) -> dict[str, Any]:
 
 
 def write(results: dict[str, Any], page: Path) -> None:
-    """Write the page, and the plot in the same folder under the same name."""
-    plot(results, page.with_suffix(".svg"))
+    """Write the page, and in the same folder the plots in both forms and the curves, under the same name."""
+    drawn = plots(results, page.stem)
+    for name, picture in drawn.items():
+        page.with_name(name).write_text(picture)
+    page.with_suffix(".json").write_text(curves(results))
     page.write_text(text(results, page.with_suffix(".svg").name))
 
 
@@ -264,58 +270,55 @@ def speed_table(records: list[Run]) -> str:
     )
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Plot perplexity by epoch, and below it the difference from naive's mean; a column per dropout. Equal results
-    give equal bytes."""
+def curves(results: dict[str, Any]) -> str:
+    """The perplexities of all runs as JSON, from which `plots` draws."""
+    keys = ("attention", "dropout", "seed", "perplexity")
+    lines = [json.dumps({key: run[key] for key in keys}) for run in results["runs"]]
+    return '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def plots(results: dict[str, Any], name: str) -> dict[str, str]:
+    """Plots of perplexity by epoch, and below it the difference from naive's mean; a column per dropout. Returns the
+    SVG of a light and of a dark form by file name; equal results give equal bytes."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError:
         stop('--report: the plot needs matplotlib; `pip install matplotlib`, or `pip install -e ".[plot]"`')
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    rates, names = sorted(unique(results["runs"], "dropout")), unique(results["runs"], "attention")
+    width = max(6.9, 0.7 + 3.1 * len(rates))
 
-    runs = results["runs"]
-    rates, names = sorted(unique(runs, "dropout")), unique(runs, "attention")
-    colors = {"naive": "#6b7280", **dict(zip((n for n in names if n != "naive"), COLORS * len(names)))}
-    pyplot.rcParams.update(
-        {
-            "svg.hashsalt": "train_lm",
-            "svg.fonttype": "none",
-            "font.size": 9,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
-    size = (1.5 + 4 * len(rates), 5.5)
-    figure, axes = pyplot.subplots(
-        2,
-        len(rates),
-        sharex=True,
-        sharey="row",
-        squeeze=False,
-        figsize=size,
-        layout="constrained",
-        height_ratios=(3, 2),
-    )
-    for dropout, (above, below) in zip(rates, axes.T):
-        naive = select(runs, "naive", dropout)
-        epochs = range(len(runs[0]["perplexity"]))
-        means = [statistics.fmean(r["perplexity"][i] for r in naive) for i in epochs] if naive else None
-        for name in names:
-            style = {
-                "color": colors[name],
-                "linewidth": 1.2,
-                "alpha": 0.8,
-                "linestyle": "--" if name == "sdpa" else "-",
-            }
-            for i, run in enumerate(select(runs, name, dropout)):
-                above.plot(epochs, run["perplexity"], label=name if i == 0 else None, **style)
-                if means:
-                    below.plot(epochs, [100 * (a / b - 1) for a, b in zip(run["perplexity"], means)], **style)
-        above.set(title=f"dropout {dropout:g}", yscale="log")
-        below.set(xlabel="epoch", xticks=list(epochs))
-        above.legend(frameon=False)
-    axes[0, 0].set_ylabel("validation perplexity")
-    axes[1, 0].set_ylabel("% from the mean of naive")
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    def paint(figure: Any, look: figures.Theme) -> None:
+        others = [n for n in names if n != "naive"]
+        modules = [n for n in others if n not in PLAIN]
+        colours = {"naive": "faint", "sdpa": "tight", **dict(zip(modules, COLOURS * len(modules)))}
+        styles = {n: {"color": look[colours[n]], "linestyle": "--" if n == "sdpa" else "-"} for n in names}
+        grid = figures.panels(figure, (2, len(rates)), (0.6, 0.1, 0.85, 0.5), (0.5, 0.6))
+        figures.heading(figure, "Validation perplexity by epoch, one line per seed", 0.08, 0.2, **TITLE)
+        for below in grid[1][1:]:
+            below.sharey(grid[1][0])
+        for dropout, above, below in zip(rates, *grid):
+            _draw(results["runs"], dropout, above, below, styles)
+        grid[0][0].set_title(f"perplexity, dropout {rates[0]:g}", fontweight="bold")
+        grid[1][0].set_title("% from the mean of naive attention", fontweight="bold")
+        figures.legend(figure, grid[0][0], names, 0.3)
+
+    return figures.both(name, (width, 4.9), "Validation perplexity by epoch", paint)
+
+
+def _draw(runs: list[Run], dropout: float, above: Any, below: Any, styles: dict[str, dict[str, Any]]) -> None:
+    """Draw the runs at one dropout: perplexity above, the difference from naive's mean below."""
+    epochs = range(len(runs[0]["perplexity"]))
+    naive = select(runs, "naive", dropout)
+    means = [statistics.fmean(r["perplexity"][i] for r in naive) for i in epochs] if naive else None
+    for name, style in styles.items():
+        for i, run in enumerate(select(runs, name, dropout)):
+            above.plot(epochs, run["perplexity"], label=name if i == 0 else None, linewidth=1.3, **style)
+            if means:
+                shares = [100 * (a / b - 1) for a, b in zip(run["perplexity"], means)]
+                below.plot(epochs, shares, linewidth=1.3, **style)
+    above.set_title(f"dropout {dropout:g}", fontweight="bold")
+    above.set_yscale("log")
+    above.yaxis.set_major_formatter("{x:,g}")
+    above.set_xticks(list(epochs))
+    below.set_xticks(list(epochs))
+    below.set_xlabel("epoch")

@@ -116,8 +116,11 @@ def test_the_page_says_what_the_results_say(
         and "(page.svg)" in text
         and max(map(len, text.split("\n|")[0].splitlines())) <= 120
     )
-    pictures = [page.with_suffix(".svg").read_bytes() for page in pages]
-    assert pictures[0] == pictures[1] and b"causal_mqa" in pictures[0]
+    first, second = ({file.name: file.read_bytes() for file in page.parent.iterdir()} for page in pages)
+    assert first == second and first.keys() == {"page.md", "page.svg", "page-dark.svg", "page.json"}
+    assert b">causal_mqa<" in first["page.svg"]
+    drawn = lm_page.plots(json.loads(first["page.json"]), "page")
+    assert {name: svg.encode() for name, svg in drawn.items()} == {n: t for n, t in first.items() if n in drawn}
 
     merged = lm_page.load([study[0], study[0]])
     assert len(merged["runs"]) == 12 and len(merged["speed"]) == 12
