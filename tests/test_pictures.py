@@ -119,3 +119,11 @@ def test_the_best_kernel_is_that_of_each_direction() -> None:
     row = Workload("x", {"forward": 0.5, "backward": 1.0}, peers)
     assert row.best("forward") == (2.0, "a") and row.best("backward") == (2.0, "b") and row.speedup("forward") == 2.0
     assert Workload("x", row.ours, {FLEX: {"forward": 1.0}}).best("forward") is None
+
+
+def test_the_readme_shows_the_picture_and_the_table() -> None:
+    """`python -m docs.site.readme` prints the table."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert speed_table() in readme and speed().date in readme
+    for name in README:
+        assert f"docs/{name}" in readme
