@@ -110,7 +110,7 @@ def pictures() -> dict[str, str]:
     """Return README's picture in both forms, by their paths below docs/."""
     found = speed()
     tiles = _tiles()
-    ratios = (", ".join(f"{_times(row.speedup(d))} {d}" for d in DIRECTIONS) for row in found.workloads)
+    ratios = (", ".join(f"{_times(row.speedup(d))} {d}" for d in row.ours) for row in found.workloads)
     chart = "; ".join(f"{row.name} {words}" for row, words in zip(found.workloads, ratios))
     values = {
         "width": WIDTH,
@@ -163,8 +163,8 @@ def _chart(found: Speed) -> list[Shape]:
     for i, row in enumerate(found.workloads):
         y = TOP + EVERY * i
         shapes.append(text(BARS - 10, y + THICK + 6, row.name, anchor="end"))
-        for j, (direction, cls) in enumerate(DIRECTIONS.items()):
-            shapes += _bar(y + (THICK + 1) * j, row.speedup(direction), cls)
+        for j, direction in enumerate(row.ours):
+            shapes += _bar(y + (THICK + 1) * j, row.speedup(direction), DIRECTIONS[direction])
     shapes.append(path([(one, TOP), (one, TOP + EVERY * len(found.workloads) - 9)], "axis"))
     for x, (direction, cls) in zip((BARS, BARS + 110), DIRECTIONS.items()):
         shapes += [rect(x, HEIGHT - 27, 15, 15, cls), text(x + 23, HEIGHT - 14, direction)]
