@@ -355,12 +355,12 @@ def window_and_sinks(
 
 
 @pytest.mark.share(4)
-def test_the_readmes_example_decodes(device: str, tmp_path: Path) -> None:
+def test_the_example_of_getting_started_decodes(device: str, tmp_path: Path) -> None:
     """One query for 400 keys is at position 399: it sees the window's 256 keys and the first 4, and its distances count
     from there."""
     example = next(
         found
-        for found in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+        for found in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/getting-started.md").read_text(), re.M | re.S)
         if "mine" in found
     )
     spec = make_spec({**yaml.safe_load(example), "dtype": "fp32", "schedule": {"block_q": 16, "block_kv": 64}})

@@ -119,13 +119,13 @@ def test_the_page_of_a_spec_has_its_parts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_links_are_rewritten_for_the_site() -> None:
-    assert relinked("[a](../../README.md#speed)", "cookbook/sdpa.md") == "[a](../overview.md#speed)"
+    assert relinked("[a](../semantics.md#padding)", "cookbook/sdpa.md") == "[a](../semantics.md#padding)"
     assert (
-        relinked("[a](docs/ir.md) [b](CONTRIBUTING.md#tests) [c](#start)", "overview.md")
-        == "[a](ir.md) [b](contributing.md#tests) [c](#start)"
+        relinked("[a](docs/ir.md) [b](CHANGELOG.md#tests) [c](#start)", "contributing.md")
+        == "[a](ir.md) [b](changelog.md#tests) [c](#start)"
     )
     assert (
-        relinked("![a](docs/bench/x.svg) [b](https://x.org/y)", "overview.md")
+        relinked("![a](docs/bench/x.svg) [b](https://x.org/y)", "contributing.md")
         == "![a](bench/x.svg) [b](https://x.org/y)"
     )
     assert relinked("[a](../../attngen/masks/document.py)", "cookbook/sdpa.md") == "[a](../reference/masks.md#document)"
@@ -133,8 +133,9 @@ def test_links_are_rewritten_for_the_site() -> None:
         relinked("[a](../specs/causal_mqa.yaml) [b](../specs)", "index.md")
         == "[a](specs/causal_mqa.md) [b](specs/index.md)"
     )
-    # Not in the site, so MkDocs refuses it
+    # Not in the site, so MkDocs refuses them
     assert relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"
+    assert relinked("[a](../README.md)", "index.md") == "[a](../README.md)"
     assert all((ROOT / source).is_file() for source in OUTSIDE)
 
 

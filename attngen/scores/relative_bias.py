@@ -19,7 +19,7 @@ class RelativeBias(Score):
     without its buckets).
 
     `relative_bias` is fp32 [Hq, 2 max_distance + 1]; the queries are the last positions. T5's buckets are an expression
-    (see README).
+    (docs/cookbook/biases.md).
     """
 
     name: ClassVar[str] = "relative_bias"

@@ -17,7 +17,6 @@ from docs.site.committed import ROOT
 NOTEBOOK_PAGE = "quickstart.md"
 # Files outside docs/ that are pages of the site.
 OUTSIDE = {
-    "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/quickstart.ipynb": NOTEBOOK_PAGE,
