@@ -6,13 +6,15 @@ import posixpath
 import re
 from functools import cache
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from attngen.report.page import environment
-from docs.site.committed import ROOT
+from attngen.spec import parse_spec
+from docs.site.committed import spec_files
 
 NOTEBOOK_PAGE = "quickstart.md"
 # Files outside docs/ that are pages of the site.
@@ -63,16 +65,24 @@ def figures_css() -> str:
     return rendered("figures.css.jinja")
 
 
+def about_spec(text: str) -> str:
+    """The description of a spec file: its leading comment, as one line."""
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.lstrip("# ") for line in lines)
+
+
 def variants_page() -> str:
-    """The table of variants of the README, with a link from each name to its page, and the description moved next to
-    the name."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, section = readme.partition("\n## Variants\n")
-    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    assert table is not None
-    heads, _, *variants = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()]
-    rows = [(f"[{name}]({name.strip('`')}.md)", meaning, *others) for name, *others, meaning in variants]
-    return rendered("variants.md.jinja", heads=[heads[0], heads[-1], *heads[1:-1]], rows=rows)
+    """The tables of specs for training and for serving, from the files of the specs: each has a name that links to its
+    page, its leading comment, and its main properties."""
+    texts = {path: path.read_text(encoding="utf-8") for path in spec_files()}
+    specs = [(about_spec(text), parse_spec(text, str(path))) for path, text in texts.items()]
+    return rendered(
+        "variants.md.jinja",
+        tables={
+            "For training": [(about, spec) for about, spec in specs if spec.cache is None],
+            "For serving, with a KV cache": [(about, spec) for about, spec in specs if spec.cache is not None],
+        },
+    )
 
 
 def relinked(markdown: str, place: str) -> str:
