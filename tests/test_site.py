@@ -29,6 +29,7 @@ from docs.site.pages import OUTSIDE, cell, code, figures_css, relinked, variants
 from docs.site.reference import example, reference_pages
 from docs.site.specs import make_pages
 from tests.helpers import ROOT, SPECS, spec
+from tests.test_prose import emphasis_in_words
 
 REFERENCE = reference_pages()
 
@@ -141,6 +142,12 @@ def test_links_are_rewritten_for_the_site() -> None:
 
 def test_text_with_bars_stays_one_cell() -> None:
     assert cell("a | b\n  c") == "a \\| b c" and code("a | <b>") == "<code>a &#124; &lt;b&gt;</code>"
+
+
+def test_formulas_in_cells_stay_as_they_are() -> None:
+    assert cell("above -2**31, `2**30`") == "above -2\\*\\*31, `2**30`" and code("**") == "<code>&#42;&#42;</code>"
+    pages = {**REFERENCE, "specs/index.md": variants_page()}
+    assert {place: found for place, text in pages.items() if (found := list(emphasis_in_words(text)))} == {}
 
 
 def test_figures_have_the_colours_of_both_schemes() -> None:

@@ -71,9 +71,9 @@ PACKED = ("document_first", "document_end", "document_q_first", "document_q_end"
 class Document(Mask):
     """Queries see the keys of their own document: `document_ids` is int32 [B, Nk], in any order.
 
-    Queries are the last Nq positions. Ids must be above -2**31; with ids of 2**30 or more, in absolute value, calls are
-    right but may be slower. With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load
-    no ids of keys. With a KV cache, ids are those of the keys that a sequence has; those past its last key do not
+    Queries are the last Nq positions. Ids must be above `-2**31`; with ids of `2**30` or more, in absolute value, calls
+    are right but may be slower. With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels
+    load no ids of keys. With a KV cache, ids are those of the keys that a sequence has; those past its last key do not
     matter.
 
     With `packed`, sequences lie one after the other: `cu_seqlens_q` and `cu_seqlens_kv` (int32 [documents + 1]) say

@@ -50,13 +50,14 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def cell(text: object) -> str:
-    """Text for a cell of a table: one line, with escaped bars."""
-    return " ".join(str(text).split()).replace("|", "\\|")
+    """Text for a cell of a table: one line, with escaped bars, and outside of code with escaped asterisks."""
+    line = " ".join(str(text).split()).replace("|", "\\|")
+    return "".join(part if part.startswith("`") else part.replace("*", "\\*") for part in re.split("(`[^`]*`)", line))
 
 
 def code(text: object) -> str:
     """Code for a cell of a table, as HTML, because Markdown's backticks allow no bar in a table."""
-    return f"<code>{escape(str(text)).replace('|', '&#124;')}</code>"
+    return f"<code>{escape(str(text)).replace('|', '&#124;').replace('*', '&#42;')}</code>"
 
 
 def figures_css() -> str:

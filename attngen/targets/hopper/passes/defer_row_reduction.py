@@ -17,7 +17,7 @@ after:   %l_init = init 0 : f32[BLOCK_Q, _PARTIALS] @reg
          %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q, _PARTIALS] @reg
 
 A kernel is unchanged if its row sums do not start at 0, or if an iteration updates them by anything but a linear
-combination of row sums without a constant term, such as alpha*l + p_sum: the partial sums would not add up to the row
+combination of row sums without a constant term, such as `alpha*l + p_sum`: the partial sums would not add up to the row
 sum.
 """
 
