@@ -133,6 +133,18 @@ def test_the_table_of_python_and_packages_is_that_of_the_project() -> None:
     assert len(needed) > 9 and [name for name in needed if name not in listed] == []
 
 
+# ---------------------------------------------------------------------------------------------- the glossary
+
+SEARCHED = """KV cache, varlen, warp specialization, speculative decoding, MLA, sliding window, paged KV cache, GQA,
+split-KV, ALiBi, soft cap, RoPE, prefill, decode, sink, block-sparse attention, packed sequences, fp8, Flash-Decoding,
+TMA, ping-pong, persistent kernel, online softmax, ring attention"""
+
+
+def test_the_glossary_has_the_words_that_people_search_for() -> None:
+    terms = " ".join(re.findall(r"^\| (.*?) \|", text("glossary.md"), re.MULTILINE))
+    assert [word for word in SEARCHED.replace("\n", " ").split(", ") if word not in terms] == []
+
+
 # ---------------------------------------------------------------------------------------------- performance
 
 
