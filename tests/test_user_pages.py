@@ -163,3 +163,36 @@ def test_the_table_of_libraries_is_that_of_the_measurements() -> None:
         keys = [(spec, 1024 * int(n.strip("k")), peer, way) for way in ("fwd", "bwd") for peer in peers]
         assert [int(cell) for cell in cells] == [round(measured[key]) for key in keys], (dim, mask, n)
     assert len(table) == 18
+
+
+def test_the_table_of_the_papers_grid_is_that_of_the_measurements() -> None:
+    lines = json.loads(text("bench/h200-paper.json"))["lines"]
+    measured = {(line["spec"], line["n_q"], line["peer"]): line for line in lines}
+    table = list(rows("performance.md", "mask"))
+    for mask, heads, n, *cells in table:
+        spec = f"{'causal' if mask == 'causal' else 'full'}_{heads}_d64"
+        keys = [(peer, way) for way in ("fwd_ms", "bwd_ms") for peer in ("ours", "flash", "naive")]
+        keys += [(peer, "allocated_mib") for peer in ("ours", "flash")]
+        for cell, (peer, value) in zip(cells, keys, strict=True):
+            found = measured.get((spec, int(n), peer), {}).get(value)
+            assert is_rounded(cell, found), (mask, heads, n, peer, value, found)
+    assert len(table) == 16
+
+
+def test_the_table_of_decoding_is_that_of_the_measurements() -> None:
+    """Each time is that of some case of its peer."""
+    lines = json.loads(text("bench/h200-decode.json"))["lines"]
+    table = list(rows("performance.md", "sequences x keys"))
+    for case, *cells in table:
+        for cell, peer in zip(cells, ("ours", "cudnn", "flash", "flex", "flashinfer"), strict=True):
+            times = [1000 * line["fwd_ms"] for line in lines if line["peer"] == peer and "fwd_ms" in line]
+            assert cell == "-" or any(is_rounded(cell, time) for time in times), (case, peer)
+    assert len(table) == 13
+
+
+def is_rounded(cell: str, value: float | None) -> bool:
+    """True if a cell is the value rounded to as many digits as it has, or a dash where there is no value."""
+    if cell == "-" or value is None:
+        return cell == "-" and value is None
+    digits = cell.replace(",", "")
+    return abs(float(digits) - value) <= 0.501 * 10.0 ** -len(digits.partition(".")[2])
