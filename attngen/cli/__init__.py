@@ -14,6 +14,7 @@ from attngen import __version__
 from attngen.cli.bench import bench
 from attngen.cli.build import build, dump, emit
 from attngen.cli.console import fail, out
+from attngen.cli.conventions import Command, Group, conventional
 from attngen.cli.explain import explain
 from attngen.cli.machine import cache, doctor
 from attngen.cli.models import specs_for
@@ -25,36 +26,31 @@ from attngen.cli.verify import verify
 from attngen.errors import AttngenError
 
 UNLIMITED = 10_000  # columns of output that does not go to a terminal
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "build": build,
-    "verify": verify,
-    "emit": emit,
-    "explain": explain,
-    "profile": profile,
-    "dump": dump,
-    "test": test,
-    "bench": bench,
-    "tune": tune,
-    "list": list_specs,
-    "new": new,
-    "schema": schema,
-    "specs-for": specs_for,
-    "doctor": doctor,
-    "cache": cache,
+GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
+    "Write a spec": {"new": new, "list": list_specs, "schema": schema, "specs-for": specs_for},
+    "Build and check": {"build": build, "test": test, "verify": verify},
+    "Look inside": {"explain": explain, "dump": dump, "emit": emit},
+    "Measure on a GPU": {"bench": bench, "tune": tune, "profile": profile},
+    "This machine": {"doctor": doctor, "cache": cache},
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
     "\b\n"
     "attngen new my_attention                  a spec to start from\n"
     "attngen build specs/my_attention.yaml     compile it to generated/my_attention/\n"
-    "attngen test specs/my_attention.yaml      compare it with naive attention\n\n"
+    "attngen test specs/my_attention.yaml      compare it with naive attention\n"
+    "attngen explain specs/my_attention.yaml   does it fit, how fast, which kernels\n\n"
     "Then, in Python: from generated.my_attention import attention; in notebooks, attngen.build",
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+for _group, _commands in GROUPS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, cls=Command, rich_help_panel=_group)(conventional(_command))
 
 
 def _version(value: bool) -> None:
@@ -66,7 +62,7 @@ def _version(value: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     if not out.is_terminal:
