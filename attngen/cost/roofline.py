@@ -17,7 +17,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.names import SHARES
 from attngen.ir.ops import Arg, Map
-from attngen.targets.registry import backend_of
+from attngen.targets.registry import SPECIALIZERS, backend_of, maker_of
 from attngen.tiles.sizes import elem_sizes, sizes
 from attngen.tiles.tiles import count_tiles, evaluate
 
@@ -114,7 +114,14 @@ def values(module: Module, kernel: Kernel, config: Config, problem: Problem) -> 
 
 def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, int]:
     """The numbers that host programs compute on a device, by name, such as the number of programs that split a group of
-    heads.
+    heads. Assumptions: those of `numbers_of_call`."""
+    found = numbers_of_call(module, known, device)
+    scalars = (op for host in module.hosts for op in host.ops() if isinstance(op, Map) and not op.type.dims)
+    return {op.name: found[op.name] for op in scalars}
+
+
+def numbers_of_call(module: Module, known: dict[str, Any], device: Device) -> dict[str, Any]:
+    """All numbers that host programs read or compute on a device, by name.
 
     Assumptions: sequences fill their caches, pages have UNIT keys if the call gives their size, and all gradients are
     needed.
@@ -130,7 +137,7 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
     fused = any(config.device == device.cls and known["Nk"] > config.min_rows for config in fused_configs)
     page = int(module.cache.page) if module.cache and module.cache.page.isdigit() else UNIT
     of_cache = {"Nc": known["Nk"], "Nn": 0, "page_rows": page, "max_pages": -(-known["Nk"] // page)}
-    found = {
+    found: dict[str, Any] = {
         **of_cache,
         **known,
         **needed,
@@ -138,11 +145,10 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
         "num_SMs": device.sms,
         "Gq": known["group"] * known["Nq"],
     }
-    made: dict[str, int] = {}
     for op in ops:
         if isinstance(op, Map) and not op.type.dims:
-            made[op.name] = int(compiled(op.expr)(found | made))
-    return made
+            found[op.name] = int(compiled(op.expr)(found))
+    return found
 
 
 def chip(module: Module, kernel: Kernel, config: Config, device: Device) -> dict[str, Any]:
@@ -153,8 +159,13 @@ def chip(module: Module, kernel: Kernel, config: Config, device: Device) -> dict
         **module.widths,
         **{own: Fraction(width, -(-width // config.columns)) for own, width in parts.items()},
         str(CACHE): device.cache_bytes,
-        str(IN_FLIGHT): device.sms * backend_of(config).cost.occupancy(module, kernel, config),
+        str(IN_FLIGHT): device.sms * _ctas_per_sm(module, kernel, config),
     }
+
+
+def _ctas_per_sm(module: Module, kernel: Kernel, config: Config) -> int:
+    """The number of programs that share an SM. A warp-specialized program has one of its own."""
+    return 1 if config.backend in SPECIALIZERS else backend_of(config).cost.occupancy(module, kernel, config)
 
 
 def peak(module: Module, config: Config, device: Device) -> float:
@@ -163,22 +174,28 @@ def peak(module: Module, config: Config, device: Device) -> float:
     return device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
 
 
-def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
-    """The roofline estimate of one kernel on one device; None if no tile fits."""
-    config = config_for(module, kernel, device, rows_of_call(kernel, problem))
+def estimate(
+    module: Module, kernel: Kernel, device: Device, problem: Problem, config: Config | None = None
+) -> Estimate | None:
+    """The roofline estimate of one kernel on one device; None if no tile fits.
+
+    config: instead of that of the portable kernel, such as one of the warp-specialized kernel that stands in for it,
+    which does the same work with other tiles.
+    """
+    config = config or config_for(module, kernel, device, rows_of_call(kernel, problem))
     if config is None:
         return None
     known = values(module, kernel, config, problem)
     numbers = known | counts(module, known, device)
     rate = peak(module, config, device)
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
-    resources = backend_of(config).resources
-    assert resources.why_not_fit(module, kernel, config) is None
+    resources, made = maker_of(config).resources, _made_under(module, kernel, config)
+    assert resources.why_not_fit(module, made, config) is None
     moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, kernel, config, device)))
     return Estimate(
         kernel.name,
         config,
-        resources.sram_bytes(module, kernel, config),
+        resources.sram_bytes(module, made, config),
         CLASSES[device.cls].smem_per_block,
         loaded,
         moved,
@@ -186,6 +203,11 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
         flops / rate,
         moved / device.hbm_bytes_per_s,
     )
+
+
+def _made_under(module: Module, kernel: Kernel, config: Config) -> Kernel:
+    """The kernel that runs under a config: the kernel itself, or a warp-specialized one that stands in for it."""
+    return next((made for made, known in module.stand_ins(kernel.name) if known == config), kernel)
 
 
 def standard_total(module: Module, direction: str, config: Config, problem: Problem) -> float:
