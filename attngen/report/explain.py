@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
-from rich.console import RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from attngen.cost.flops import executed_flops, total_tiles, useful_flops
@@ -19,97 +19,257 @@ from attngen.cost.serving import call_flops, decoding, partial_result_bytes, rea
 from attngen.cost.split_d import split_d_costs
 from attngen.devices import DEVICES
 from attngen.heuristics import LISTED, SAMPLED_LENGTHS
-from attngen.ir.expr import Expr
+from attngen.ir.expr import Expr, symbol
 from attngen.ir.expr_text import to_text
+from attngen.ir.host import If
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Mask
-from attngen.targets.registry import backend_of
+from attngen.ir.ops import Map, Mask
+from attngen.report.summary import kind, summary
+from attngen.report.tables import Rows
+from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.intervals import MaskContext
 from attngen.tiles.ranges import inexact
 from attngen.tiles.sampled import counted, samples
 from attngen.tiles.tiles import tile_loops
 
-FOLDED = textwrap.TextWrapper(
-    120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
-)
+NUMBERS = {
+    *(
+        ">= ms",
+        "TFLOP",
+        "HBM GB",
+        "extra MB",
+        "warps",
+        "stages",
+        "SRAM",
+        "free",
+        "GB load",
+        "/std",
+        "GB HBM",
+        "ms",
+    ),
+    *(
+        "bytes",
+        "rows",
+        "predicted",
+        "reported",
+        "registers",
+        "spills",
+        "code",
+        "programs",
+        "filling",
+        "splits",
+        "FLOP/B",
+    ),
+    *("MB K, V", "MB partial", "us", "tokens/s"),
+}  # headings of numbers
+ROOFLINE = """GB load: all that programs load and store; /std: over the bytes of standard attention, which keeps the
+score matrix in HBM; GB HBM: bytes left if the device's cache holds what the programs in flight stream; bound, ms:
+whether compute or memory bounds the time, and the time on the roofline."""
+DECODING = """programs: number that the device holds at once; filling: splits of a sequence's keys with which they are
+all busy (more only add bytes); splits: of a call, all of one length, so that longer sequences have more; MB partial:
+partial outputs, which @decode stores and @combine reads; bound, us: whether compute or memory bounds the time, and
+the time on the roofline."""
+SHORT = 60  # characters of a condition that is shown
+WIDTH = 120  # columns of a line at most, also where there is no terminal
+MORE = """More: --kernels (memory, registers and compile report of each kernel), --formulas, --loops, --theory,
+--json, and --html FILE for a page. `attngen bench` measures times on the GPU here."""
+LEGEND = """>= ms: the time at least, by the roofline: a prediction, not measured; HBM: bytes of device memory that
+move; extra: memory besides arguments and results. Kernels are portable, in Triton, or warp-specialized for Hopper."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of text that is folded at spaces, to the width of the terminal; by default it is indented."""
+
+    text: str
+    style: str = ""
+    indent: int = 2
+    after: str = ""  # what comes before it, such as an empty line
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        start, rest = " " * self.indent, " " * (3 * self.indent)
+        width = min(WIDTH, options.max_width)
+        yield Text(
+            self.after
+            + textwrap.fill(
+                self.text,
+                width,
+                initial_indent=start,
+                subsequent_indent=rest,
+                break_long_words=False,
+                break_on_hyphens=False,
+            ),
+            self.style,
+        )
+
+
+def heading(text: str) -> Line:
+    """Return a line in bold, with an empty line before it."""
+    return Line(text, "bold", 0, "\n")
+
+
+def remark(text: str) -> Line:
+    """Return a legend."""
+    return Line(" ".join(text.split()), "dim", 0)
 
 
 def explain(
-    module: Module, problem: Problem, report: dict[str, Any], unspecialized: Iterable[str] = ()
+    module: Module,
+    problem: Problem,
+    report: dict[str, Any],
+    unspecialized: Iterable[str] = (),
+    parts: Container[str] = (),
 ) -> Iterator[RenderableType]:
-    """Yield everything that the analysis knows about a target module, for one problem size.
+    """Yield what the analysis knows about a target module, for one problem size, the answers that users need first.
 
     report: its report.json, with compile reports.
     unspecialized: sentences on why kernels are not warp-specialized.
+    parts: what to show in addition: `kernels`, `formulas` or `loops`.
     """
+    known = summary(module, problem, unspecialized)
+    dim = f"{module.head_dim_qk}/{module.head_dim_v}"
     yield Text(
-        f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}",
-        style="bold",
+        f"{module.name}: {module.mask}, {module.sharing}, head dim {dim}, {', '.join(module.dtypes)}", style="bold"
     )
-    yield from _tiles(module)
+    yield Line(_size(problem), indent=0)
+    yield Text()
+    yield call_table(known)
+    yield remark(LEGEND)
+    yield from (Line(f"On {none['class']} @{none['kernel']}: {none['reason']}") for none in known["does_not_fit"])
+    yield from kernel_table(known)
+    yield from _conditions(module, "formulas" in parts)
+    yield from map(Line, known["not_warp_specialized"])
+    yield from map(Line, split_d_costs(module, problem))
     yield from tile_shares(module, problem)
-    yield from _formulas(module, problem)
-    size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
-    yield Text(f"\nPer device, for {size}", style="bold")
-    yield device_table(module, problem)
-    yield Text(
-        "GB load: all that programs load and store; /std: over the bytes of standard attention, which keeps the score\n"
-        "matrix in HBM; GB HBM: bytes left if the device's cache holds what the programs in flight stream; bound, ms:\n"
-        "whether compute or memory bounds the time, and the time on the roofline.",
-        style="dim",
-    )
-    yield from map(_line, split_d_costs(module, problem))
     if module.splitting_kernel:
         yield from decode_costs(module, problem)
-    yield Text(
-        "\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread",
-        style="bold",
-    )
-    yield from fit_table(report)
-    yield from map(_line, unspecialized)
+    if "kernels" in parts:
+        yield heading(f"Each kernel on the roofline, for {_size(problem)}; portable kernels")
+        yield device_table(module, problem)
+        yield remark(ROOFLINE)
+        yield heading("Fit: shared memory as predicted and as the compiler reports it; registers and spilled bytes")
+        yield from fit_table(report)
+    if "loops" in parts:
+        yield from _tiles(module)
+    if "formulas" in parts:
+        yield from _formulas(module, problem)
+    yield Text()
+    yield remark(MORE)
+
+
+def _size(problem: Problem) -> str:
+    return f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
+
+
+def call_table(known: dict[str, Any]) -> Rows:
+    """Return a table of the calls of a module on each device: fit, least time, work, memory, kinds of kernels."""
+    table = _table("device", "call", "fits", ">= ms", "TFLOP", "HBM GB", "extra MB", "kernels")
+    for device in known["devices"]:
+        name = f"{device['device']} {device['class']}" if device["device"] else "other NVIDIA"
+        for call in device["calls"]:
+            if call["call"] == "jvp":
+                continue
+            cells = [name, call["call"], "yes" if call["fits"] else "no"]
+            if call["seconds_at_least"] is None:
+                cells += [""] * 4
+            else:
+                numbers = 1e3 * call["seconds_at_least"], call["flops"] / 1e12, call["hbm_bytes"] / 1e9
+                cells += [*map(_digits, numbers), f"{call['extra_bytes'] / 1e6:.0f}"]
+            table.add_row(*cells, _kernels(call["kernels"]))
+    return table
+
+
+def _digits(value: float) -> str:
+    """Return a number with three digits, or as an integer."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def _kernels(made: Sequence[dict[str, Any]]) -> str:
+    """Return the kernels of a call with matrix products, after the kind of each."""
+    kinds: dict[str, list[str]] = {}
+    for kernel in made:
+        if kernel["products"]:
+            kinds.setdefault(kind(kernel["backend"]), []).append(kernel["kernel"])
+    return ", ".join(f"{how} {' '.join(names)}" for how, names in kinds.items())
+
+
+def kernel_table(known: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield a table of the kernels with matrix products: their tiles on each device class, by the rows of a call."""
+    yield heading("Which kernel for which call: tiles of queries x keys by device class")
+    classes = dict.fromkeys(made["class"] for made in known["kernels"])
+    table = _table("kernel", *classes, names=1)
+    for name in dict.fromkeys(made["for"] for made in known["kernels"]):
+        cells = []
+        for cls in classes:
+            mine = [made for made in known["kernels"] if (made["for"], made["class"]) == (name, cls)]
+            cells.append("\n".join(dict.fromkeys(map(_tile_of_range, mine))) or "-")
+        table.add_row(name, *cells)
+    yield table
+    yield remark("<= and >: rows of the call, which are queries, or keys for dK and dV; without one: any number.")
+
+
+def _tile_of_range(made: dict[str, Any]) -> str:
+    """Return a tile, the kind of a warp-specialized kernel, and the rows of the calls that it is for."""
+    how = "" if made["backend"] not in SPECIALIZERS else f" {kind(made['backend'])}"
+    least = f" >{made['more_than']}" if made["more_than"] and made["at_most"] is None and how else ""
+    most = f" <={made['at_most']}" if made["at_most"] is not None else ""
+    return f"{made['tile']}{how}{least}{most}"
+
+
+def _conditions(module: Module, in_full: bool) -> Iterator[Line]:
+    """Yield the conditions under which calls launch other kernels; long ones only with `in_full`."""
+    for host in module.hosts:
+        scalars = {symbol(op.name): op.expr for op in host.ops() if isinstance(op, Map) and not op.type.dims}
+        for op in host.ops():
+            if isinstance(op, If) and op.where != sympy.true and op.orelse:
+                here, there = (", ".join(f"@{name}" for name in host.common_launches(b)) for b in (op.then, op.orelse))
+                where = f"where {to_text(op.where.xreplace(scalars))}"
+                if not in_full and len(where) > SHORT:
+                    where = "in calls large enough for the device (--formulas has the condition)"
+                if here and there:
+                    yield Line(f"{host.name}: {here} {where}; otherwise {there}")
 
 
 def _tiles(module: Module) -> Iterator[RenderableType]:
     """Yield the ranges of each loop over tiles, in closed form, and the masks."""
-    yield Text(
-        "\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)",
-        style="bold",
+    yield heading(
+        "\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)"
     )
     for kernel in module.kernels:
         for loop in tile_loops(kernel):
             ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in loop.ranges)
-            yield _line(f"@{kernel.name} {loop.cls}: {ranges}")
+            yield Line(f"@{kernel.name} {loop.cls}: {ranges}")
         for name, bound in bounds(kernel):
-            yield _line(f"  {name} = {to_text(bound)}")
+            yield Line(f"  {name} = {to_text(bound)}")
         for op in kernel.ops():
             if isinstance(op, Mask):
-                yield _line(f"@{kernel.name} mask: {to_text(op.where)}")
+                yield Line(f"@{kernel.name} mask: {to_text(op.where)}")
         listed = module.blocks is not None and module.blocks.data and bool(kernel.dots)
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
-            yield from (_line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
+            yield from (Line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
 
 
 def _formulas(module: Module, problem: Problem) -> Iterator[RenderableType]:
     """Yield closed forms of FLOPs, bytes, shared memory and scratch memory."""
-    yield Text("\nFormulas", style="bold")
+    yield heading("Formulas")
     for direction in module.directions:
-        yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
-        yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
+        yield Line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
+        yield Line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
         config = config_for(module, kernel, DEVICES["H100"], rows_of_call(kernel, problem))
         if tile_loops(kernel):
-            yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
-            yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
-        yield _line(f"@{kernel.name} bytes loaded and stored = {to_text(hbm_bytes(kernel))}")
+            yield Line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
+            yield Line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
+        yield Line(f"@{kernel.name} bytes loaded and stored = {to_text(hbm_bytes(kernel))}")
         moved = dram_bytes(kernel)
-        yield _line(f"@{kernel.name} HBM bytes = {to_text(moved.read)} read, {to_text(moved.written)} written")
+        yield Line(f"@{kernel.name} HBM bytes = {to_text(moved.read)} read, {to_text(moved.written)} written")
         if config:
             formula = backend_of(config).resources.formula(module, kernel, config)
-            yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(formula)}")
+            yield Line(f"@{kernel.name} SRAM bytes (H100) = {to_text(formula)}")
     for part in scratch(module):
         condition = "" if part.where == sympy.true else f", where {to_text(part.where)}"
-        yield _line(
+        yield Line(
             f"@{part.host} in @{part.block}: scratch bytes = {to_text(part.bytes)}, of "
             f"{', '.join(part.tensors)}{condition}"
         )
@@ -123,12 +283,12 @@ def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
         return
     n = min(-(-problem.n_kv // LISTED) * LISTED, SAMPLED_LENGTHS[-1])
     tiles = f"{n} x {n}, in {LISTED} x {LISTED}"
-    yield Text(f"\nTiles visited of {tiles}, counted in a sample of rows (partial tiles in brackets)", style="bold")
+    yield heading(f"Tiles visited of {tiles}, counted in a sample of rows (partial tiles in brackets)")
     visits = "lists" if module.blocks is not None and module.blocks.data else "bounds"
     for context, rows in ((MaskContext("q", "kv"), "queries"), (MaskContext("kv", "q"), "keys")):
         found = counted(where, context, n)
         bounded, bounded_partial, listed, listed_partial = (f"{x / found.all:.1%}" for x in found[1:])
-        yield _line(
+        yield Line(
             f"program tiles of {rows}: bounds leave {bounded} ({bounded_partial}), lists {listed} ({listed_partial}); "
             f"kernels visit what {visits} leave"
         )
@@ -137,12 +297,11 @@ def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
 def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
     """Yield the costs of one query per head with a KV cache: closed forms, and one line per device."""
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads}, {problem.n_kv} keys"
-    yield Text(f"\nDecoding one token of each sequence, for {size}", style="bold")
-    yield _line(f"@decode bytes of K and V, a sequence = {to_text(read_bytes(module))}")
-    yield _line(f"@decode, @combine bytes of partial outputs, a sequence = {to_text(partial_result_bytes())}")
-    yield _line(f"@decode FLOPs, a sequence = {to_text(call_flops(module))}")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = (
+    yield heading(f"Decoding one token of each sequence, for {size}")
+    yield Line(f"@decode bytes of K and V, a sequence = {to_text(read_bytes(module))}")
+    yield Line(f"@decode, @combine bytes of partial outputs, a sequence = {to_text(partial_result_bytes())}")
+    yield Line(f"@decode FLOPs, a sequence = {to_text(call_flops(module))}")
+    table = _table(
         "device",
         "tile",
         "programs",
@@ -155,8 +314,6 @@ def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
         "us",
         "tokens/s",
     )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("device", "tile", "bound") else "right", no_wrap=True)
     for device in DEVICES.values():
         found = decoding(module, device, problem)
         if found is None:
@@ -177,20 +334,13 @@ def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
             f"{problem.batch / found.seconds:,.0f}",
         )
     yield table
-    yield Text(
-        "programs: number that the device holds at once; filling: splits of a sequence's keys with which they are all\n"
-        "busy (more only add bytes); splits: of a call, all of one length, so that longer sequences have more; MB\n"
-        "partial: partial outputs, which @decode stores and @combine reads; bound, us: whether compute or memory\n"
-        "bounds the time, and the time on the roofline.",
-        style="dim",
-    )
+    yield remark(DECODING)
 
 
 def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield predictions for each kernel on each target, next to the compiler's numbers, and sentences on why no tile
     fits."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in (
+    table = _table(
         "kernel",
         "target",
         "bytes",
@@ -201,8 +351,7 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
         "registers",
         "spills",
         "code",
-    ):
-        table.add_column(heading, justify="left" if heading in ("kernel", "target", "tile") else "right", no_wrap=True)
+    )
     none, verified = [], False
     for name, kernel in report["kernels"].items():
         for row in kernel["schedules"]:
@@ -226,9 +375,9 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
                     f"On {row['device']} the kernel @{name} with {tile} gets no certificate: it {reported['states']}."
                 )
     yield table
-    yield from (_line(reason) for reason in none)
+    yield from (Line(reason) for reason in none)
     if not verified:
-        yield _line("Nothing is reported: `attngen verify --write` was not run on these kernels.")
+        yield Line("Nothing is reported: `attngen verify --write` was not run on these kernels.")
 
 
 def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
@@ -240,15 +389,9 @@ def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
     return [(name, value) for name, value in kernel.named if name in used]
 
 
-def _line(text: str) -> Text:
-    """Return an indented line, folded at spaces if it has more than 120 characters."""
-    return Text(FOLDED.fill(text))
-
-
-def device_table(module: Module, problem: Problem) -> Table:
+def device_table(module: Module, problem: Problem) -> Rows:
     """Return a table with one line per device and kernel."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = (
+    table = _table(
         "device",
         "kernel",
         "tile",
@@ -264,10 +407,6 @@ def device_table(module: Module, problem: Problem) -> Table:
         "bound",
         "ms",
     )
-    for heading in headings:
-        table.add_column(
-            heading, justify="left" if heading in ("device", "kernel", "tile", "bound") else "right", no_wrap=True
-        )
     for device in DEVICES.values():
         for direction in (*module.directions, "jvp"):
             for kernel in module.kernels_of(direction):
@@ -295,3 +434,8 @@ def device_table(module: Module, problem: Problem) -> Table:
                     f"{e.seconds * 1e3:.2f}",
                 )
     return table
+
+
+def _table(*headings: str, names: int = 2, folds: Collection[str] = ()) -> Rows:
+    """Return a table whose columns of numbers are aligned to the right."""
+    return Rows(*headings, names=names, folds=folds, numbers=NUMBERS)

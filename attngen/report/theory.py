@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from attngen.cost.models import Model
@@ -16,7 +15,8 @@ from attngen.cost.theory import EXACT, Theorem, theorems
 from attngen.devices import CLASSES
 from attngen.ir.expr_text import to_text
 from attngen.ir.module import Module
-from attngen.report.explain import FOLDED
+from attngen.report.explain import Line, remark
+from attngen.report.tables import Rows
 from attngen.tiles.sizes import elem_sizes
 
 INTRO = """Counts are of elements moved, from the loops, loads and stores of the IR, ceilings relaxed to divisions.
@@ -38,17 +38,18 @@ def explain_theory(module: Module, problem: Problem, model: Model | None) -> Ite
         f"{module.name}: theorems, for one head with N queries and N keys of width d, and M elements on chip",
         style="bold",
     )
-    yield Text(INTRO, style="dim")
+    yield remark(INTRO)
     for subject, found in theorems(module).items():
         yield Text(f"\n{subject}", style="bold")
         for theorem in found:
-            yield from (Text(FOLDED.fill(line)) for line in _lines(theorem))
+            yield from map(Line, _lines(theorem))
     yield Text(f"\n{_size(module, problem, model)}", style="bold")
     layers = model.layers if model else 1
     yield _moved(module, problem, layers)
-    yield Text(MOVED, style="dim")
+    yield remark(MOVED)
+    yield Text()
     yield _done(module, problem, layers)
-    yield Text(DONE, style="dim")
+    yield remark(DONE)
 
 
 def _lines(theorem: Theorem) -> Iterator[str]:
@@ -76,7 +77,7 @@ def _size(module: Module, problem: Problem, model: Model | None) -> str:
     return f"{title}\nbatch {problem.batch}, {problem.n_q} tokens, {elem_sizes(module)[0]} bytes an element"
 
 
-def _moved(module: Module, problem: Problem, layers: int) -> Table:
+def _moved(module: Module, problem: Problem, layers: int) -> Rows:
     table = _table("schedule", "device", "SRAM", "tiles", "GB forward", "GB backward", "TB, all layers", "/std")
     rows = list(moved(module, problem))
     for row in rows:
@@ -93,7 +94,7 @@ def _moved(module: Module, problem: Problem, layers: int) -> Table:
     return table
 
 
-def _done(module: Module, problem: Problem, layers: int) -> Table:
+def _done(module: Module, problem: Problem, layers: int) -> Rows:
     table = _table(
         "schedule",
         "TFLOP forward",
@@ -119,10 +120,6 @@ def _done(module: Module, problem: Problem, layers: int) -> Table:
     return table
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(
-            heading, justify="left" if heading in ("schedule", "device", "tiles", "saved") else "right", no_wrap=True
-        )
-    return table
+def _table(*headings: str) -> Rows:
+    words = ("schedule", "device", "tiles", "saved")
+    return Rows(*headings, numbers=[heading for heading in headings if heading not in words])
