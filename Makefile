@@ -67,10 +67,11 @@ $(DOCS_READY): $(READY) pyproject.toml
 docs-ready: $(READY) $(DOCS_READY)
 
 demo: $(READY)
-	@echo; echo "== $(SPEC)"; cat $(SPEC)
+	@echo "== $(SPEC)"; cat $(SPEC)
 	@echo; echo "== attngen build $(SPEC)"; $(PYTHON) -m attngen build $(SPEC)
-	@echo; echo "== attngen dump $(SPEC): the forward kernel's IR"; $(PYTHON) -m attngen dump $(SPEC) | sed -n '/^kernel @fwd/,/^$$/p' | cut -c1-150
-	@echo "== attngen test $(SPEC)"; $(PYTHON) -m attngen test $(SPEC)
+	@echo; echo "== attngen test $(SPEC) --brief"; $(PYTHON) -m attngen test $(SPEC) --brief
+	@echo; echo "more: attngen explain $(SPEC)    does it fit, how fast"
+	@echo "      attngen dump $(SPEC)       the IR of its kernels"
 
 test: $(READY)
 	$(PYTHON) -m pytest -n auto --dist worksteal

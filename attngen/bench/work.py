@@ -29,7 +29,7 @@ def select(
     sizes: n (text), batch, heads, kv_heads and dtype, for cells of specs.
     """
     if specs and grids:
-        raise AttngenError("SPECS and --grid are both given; expected one of them: a grid's file can name specs")
+        raise AttngenError("SPEC and --grid are both given; expected one of them: a grid's file can name specs")
     named = _peers(peers) if peers is not None else None
     work: dict[Cell, tuple[str, ...]] = {}
     if specs:

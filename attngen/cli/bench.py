@@ -11,42 +11,40 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attngen.cli.common import SpecPaths
-from attngen.cli.console import count, err, print_rows
+from attngen.cli.console import count, out, print_rows, progress
 from attngen.errors import AttngenError
 
 if TYPE_CHECKING:
     from attngen.bench.results import Results
     from attngen.bench.run import Setup, Work
 
+WHAT, SIZES, HOW, OUTPUT = "What to measure", "Sizes of the specs", "How to measure", "Results"  # headings of its help
+GRIDS = "paper, fa3, flex, variants, decode, mods or a YAML file"
+WORDS = "select cells, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind"
+COMPARE = "results.json of another run: show what changed, fail if ours got slower"
+HOST = "also host times of a forward: without gradients, under torch.compile with and without them, in a CUDA graph"
+MASKS = "also wall time and memory of preparing masks (plans, block masks), and of a call that does it too"
 Grids = Annotated[
-    list[str] | None,
-    typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants, decode, mods or a YAML file"),
+    list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help=GRIDS, show_default=False, rich_help_panel=WHAT)
 ]
-Words = typer.Option(
-    metavar="WORDS", help="select cells, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind"
+Words = typer.Option(metavar="WORDS", help=WORDS, rich_help_panel=WHAT)
+Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]", rich_help_panel=WHAT)
+Dry = typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do", rich_help_panel=WHAT)
+Rows = typer.Option("--n", metavar="ROWS", help="rows, or rows of q:rows of k and v", rich_help_panel=SIZES)
+Batch = typer.Option(min=1, max=2**16, help="sequences [default: 16384 / rows]", rich_help_panel=SIZES)
+Heads = typer.Option(min=1, max=2**16, help="query heads", rich_help_panel=SIZES)
+KVHeads = typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]", rich_help_panel=SIZES)
+Dtype = typer.Option(help="element type [default: the spec's first]", rich_help_panel=SIZES)
+Rounds = typer.Option(min=1, max=100, help="times are medians of this many rounds", rich_help_panel=HOW)
+Jobs = typer.Option(
+    min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]", rich_help_panel=HOW
 )
-Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")
-Rows = typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")
-Batch = typer.Option(min=1, max=2**16, help="of SPECS: sequences [default: 16384 / rows]")
-Heads = typer.Option(min=1, max=2**16, help="of SPECS: query heads")
-KVHeads = typer.Option(min=1, max=2**16, help="of SPECS: K/V heads of gqa [default: heads / 4]")
-Dtype = typer.Option(help="of SPECS: element type [default: the spec's first]")
-Out = typer.Option("--out", help="folder for results.json, results.csv and plots")
-Compare = typer.Option(help="results.json of another run: show what changed, fail if ours got slower")
-From = typer.Option("--from", help="measure nothing; show the results.json of a run")
-Dry = typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do")
-Rounds = typer.Option(min=1, max=100, help="times are medians of this many rounds")
-Jobs = typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")
-Limit = typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")
-Host = typer.Option(
-    "--host",
-    help="also host times of a forward call: without gradients, under torch.compile with and without them, in a CUDA "
-    "graph",
-)
-Masks = typer.Option(
-    "--masks",
-    help="also wall time and memory of preparing masks (plans, block masks), and of a call that does it too",
-)
+Limit = typer.Option(min=1, max=3600, help="seconds that a step of a peer may take", rich_help_panel=HOW)
+Host = typer.Option("--host", help=HOST, rich_help_panel=HOW)
+Masks = typer.Option("--masks", help=MASKS, rich_help_panel=HOW)
+Out = typer.Option("--out", help="folder for results.json, results.csv and plots", rich_help_panel=OUTPUT)
+Compare = typer.Option(help=COMPARE, rich_help_panel=OUTPUT)
+From = typer.Option("--from", help="measure nothing; show the results.json of a run", rich_help_panel=OUTPUT)
 
 
 def bench(
@@ -54,50 +52,68 @@ def bench(
     grid: Grids = None,
     only: Annotated[str | None, Words] = None,
     peers: Annotated[str | None, Peers] = None,
+    dry: Annotated[bool, Dry] = False,
     n: Annotated[str, Rows] = "1024,4096,16384",
     batch: Annotated[int | None, Batch] = None,
     heads: Annotated[int, Heads] = 16,
     kv_heads: Annotated[int | None, KVHeads] = None,
     dtype: Annotated[str | None, Dtype] = None,
-    out_dir: Annotated[Path, Out] = Path("bench"),
-    compare: Annotated[Path | None, Compare] = None,
-    from_: Annotated[Path | None, From] = None,
-    dry: Annotated[bool, Dry] = False,
     rounds: Annotated[int, Rounds] = 5,
     jobs: Annotated[int | None, Jobs] = None,
     limit: Annotated[float, Limit] = 120,
     host: Annotated[bool, Host] = False,
     masks: Annotated[bool, Masks] = False,
+    out_dir: Annotated[Path, Out] = Path("bench"),
+    compare: Annotated[Path | None, Compare] = None,
+    from_: Annotated[Path | None, From] = None,
 ) -> None:
     """Measure modules and their peers on this GPU in one run.
 
-    Each cell (a spec and its sizes) runs forward, backward and both in a separate process, the peers alternating:
-    milliseconds (medians of rounds, L2 flushed), TFLOP/s, the fraction of the peak that this run measured, the spread;
-    peak memory, host time of a forward call, seconds to the first result with empty caches. Peers: ours, flash, cudnn,
-    efficient, math (SDPA's backends), flex (FlexAttention, from the spec), flex_flash (its FlashAttention-4 backend)
-    and fa4 (FlashAttention-4) if installed, flashinfer, naive. Dropout is off; masks and plans are made in advance. A
-    peer that fails or hangs loses only its own results.
+    \b
+    attngen bench specs/causal_gqa.yaml
+    attngen bench specs/causal_gqa.yaml -n 4096 --peers ours,flash,flex
+    attngen bench --grid fa3                      a named set of cells
+    attngen bench --grid decode --only ragged,page64
+    attngen bench --compare docs/bench/h200.json  what changed since that run
+    attngen bench --from bench/results.json       show a run again
 
-    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks), variants
-    (what dropout costs, and what block sparsity saves), decode (steps of decoding with a KV cache) and mods (functions
-    written for FlexAttention, given to both sides). flex, variants and mods also write Markdown tables.
+    A cell is a spec and its sizes. It runs forward, backward and both in a separate process, the peers alternating.
+    Dropout is off; masks and plans are made in advance. A peer that fails or hangs loses only its own results.
+
+    Measured: milliseconds (medians of rounds, L2 flushed), TFLOP/s, the fraction of the peak that this run measured,
+    the spread; peak memory, host time of a forward call, seconds to the first result with empty caches.
+
+    \b
+    Peers:
+      ours                           the module of the spec
+      flash, cudnn, efficient, math  SDPA's backends
+      flex                           FlexAttention, from the spec
+      flex_flash                     its FlashAttention-4 backend, if installed
+      fa4                            FlashAttention-4, if installed
+      flashinfer                     FlashInfer, if installed
+      naive                          the formula in PyTorch
+
+    \b
+    Grids (flex, variants and mods also write Markdown tables):
+      paper     the seed study's
+      fa3       FlashAttention-3's
+      flex      FlexAttention's variants, with --masks
+      variants  what dropout costs, and what block sparsity saves
+      decode    steps of decoding with a KV cache
+      mods      functions written for FlexAttention, given to both sides
 
     Specs with a cache are called by `attention.with_kvcache`, many times in a CUDA graph whose inputs rotate through
     more than the L2 holds. Also shown: the bytes of K and V that some query sees, their rate in TB/s, and its fraction
-    of the copy rate that this run measured. SDPA's backends read contiguous caches, with a mask tensor if some query
-    does not see all rows; flashinfer, if installed, reads pages. --n 1:65536 is one query per sequence.
+    of the copy rate that this run measured.
+
+    SDPA's backends read contiguous caches, with a mask tensor if some query does not see all rows; flashinfer reads
+    pages. --n 1:65536 is one query per sequence.
 
     With --compare, times that changed by more than both runs' spreads (at least 2%) are shown, and the exit code is 1
     if one of ours got slower or is missing. With only --compare, the cells and peers are those of its file.
-
-    \b
-    attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
-    attngen bench --grid decode --only ragged,page64
-    attngen bench --compare docs/bench/h200.json
-    attngen bench --from bench/results.json --compare docs/bench/h200.json
     """
     if from_ is not None and (specs or grid or only or dry):
-        raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
+        raise AttngenError("--from shows a run as it is; leave out SPEC, --grid, --only and --list")
     from attngen.bench.results import read_results
     from attngen.bench.run import Setup
     from attngen.bench.work import select
@@ -121,24 +137,19 @@ def _show_work(work: Work, setup: Setup) -> None:
 def _measured(work: Work, setup: Setup, out_dir: Path) -> Results:
     """Measure cells. results.json is written after each, so that an interrupted run keeps its results."""
     from attngen.bench.results import Results
-    from attngen.bench.run import machine, progress, run
+    from attngen.bench.run import machine, run
+    from attngen.bench.run import progress as rates
     from attngen.codegen.files import write_file
 
     start = time.perf_counter()
-    with (
-        err.status("measuring peak rates") as status,
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-    ):
-
-        def watch(text: str, done: bool = False) -> None:
-            status.update(text)
-            if done or not err.is_terminal:
-                err.print(f"[{time.perf_counter() - start:.0f} s] {text}")
-
+    with progress("measuring", len(work)) as watch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        watch.show("peak rates")
         results = Results({**machine(setup, Path(folder)), "rounds": setup.rounds})
-        for i, lines in enumerate(run(work, setup, Path(folder), results, watch), 1):
+        for i, lines in enumerate(run(work, setup, Path(folder), results, watch.show), 1):
             write_file(out_dir / "results.json", results.text())
-            watch(f"{i}/{len(work)} {lines[0].cell}: {progress(lines)}", done=True)
+            cell = f"{i}/{len(work)} {lines[0].cell}: {rates(lines)}"
+            watch.note(f"[{time.perf_counter() - start:.0f} s] {cell}")
+            watch.done()
     return results
 
 
@@ -151,11 +162,11 @@ def _show(results: Results, old: Results | None, compare: Path | None, out_dir: 
     failed = [f"{line.cell} {line.peer}: {line.why}" for line in results.failed()]
     if old:
         if different := other_machine(results, old):
-            print(f"another machine: {different}")
+            out.print(f"another machine: {different}")
         moved = moves(results, old)
         for move in moved:
-            print(move)
-        print(f"{count(len(moved), 'time')} moved; {count(results.shared(old), 'line')} in both runs")
+            out.print(str(move))
+        out.print(f"{count(len(moved), 'time')} moved; {count(results.shared(old), 'line')} in both runs")
         failed += [f"slower than in {compare}: {move}" for move in failures(moved)]
     if failed:
         raise AttngenError("\n".join(failed))
@@ -179,14 +190,14 @@ def _show_table(results: Results, out_dir: Path) -> None:
     from attngen.codegen.files import write_file
 
     m = results.machine
-    print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
-    print(f"peaks: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
+    out.print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
+    out.print(f"peaks: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
     tabled = {HEADINGS: rows, CACHE_HEADINGS: cache_rows, HOST_HEADINGS: host_rows, MASK_HEADINGS: mask_rows}
     for headings, made in tabled.items():
         if found := list(made(results)):
             print_rows(headings, found)
     for line in ratios(results):
-        print(line)
+        out.print(str(line))
     tables = reports(results)
     for text in tables.values():
         print(f"\n{text}")
@@ -199,4 +210,4 @@ def _show_table(results: Results, out_dir: Path) -> None:
     for name, text in files.items():
         write_file(out_dir / name, text)
     missing = "" if plots.available() else f"; no plots: {plots.MISSING}"
-    print(f"{', '.join(str(out_dir / name) for name in files)}{missing}")
+    out.print(f"{', '.join(str(out_dir / name) for name in files)}{missing}")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attngen.cli.common import GENERATED, Every, SpecPaths, given, lower, make_each, make_module, read_specs
-from attngen.cli.console import complain, count, err, head_dim, new_table, out
+from attngen.cli.console import complain, count, err, head_dim, out
 from attngen.errors import AttngenError, SpecError, VerifyError
+from attngen.report.tables import Rows
 
 if TYPE_CHECKING:
     from attngen.ir.kernel import Kernel
@@ -34,7 +35,7 @@ def build(
     \b
     attngen build specs/causal_mqa.yaml               writes generated/causal_mqa/
     attngen build specs/causal_mqa.yaml --out build   writes build/causal_mqa/
-    attngen build --all --check                       for CI: is generated/ what specs/ give?
+    attngen build --all --check                       for CI: is it up to date?
     """
     loaded, unread = read_specs(given(specs, every, "build"))
     complain("\n".join(unread))  # before the others, which take a while
@@ -75,10 +76,15 @@ def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: b
 
 
 def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool) -> None:
-    """Write the modules, and print a table of them."""
+    """Write the modules, and print a table of them; of a single one, the kernels that it runs."""
     from attngen.codegen.files import write_module
 
-    table = new_table("module", "mask", "heads", "dim", "sm90 fwd", "dK dV", "dQ", "", folds="mask")
+    if len(modules) == 1:
+        _write_one(*modules[0], out_dir)
+        return
+    table = Rows(
+        "module", "mask", "heads", "dim", "sm90 fwd", "dK dV", "dQ", "", folds=("mask", "sm90 fwd", "dK dV", "dQ")
+    )
     written = 0
     for module, files in modules:
         changed = write_module(files, out_dir / module.name)
@@ -88,6 +94,21 @@ def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool)
         table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
     out.print(table)
     print(f"{count(written, 'module')} written to {out_dir}, {len(modules) - written} unchanged")
+
+
+def _write_one(module: Module, files: dict[str, str], out_dir: Path) -> None:
+    """Write a module, and print the kernels that its long calls run on each device class."""
+    from attngen.codegen.files import write_module
+    from attngen.report.summary import kernels_of_classes
+
+    changed = write_module(files, out_dir / module.name)
+    dim = head_dim(module.head_dim_qk, module.head_dim_v)
+    table = Rows("GPUs", *module.directions, folds=module.directions)
+    for row in kernels_of_classes(module):
+        table.add_row(*row)
+    out.print(f"{module.name}: {module.mask}, {module.sharing}, head dim {dim}; kernels of long calls, and their tiles")
+    out.print(table)
+    out.print(f"{out_dir / module.name}: {', '.join(files)} {'written' if changed else 'unchanged'}")
 
 
 def _tiles(module: Module, written: set[str]) -> str:
@@ -138,7 +159,7 @@ def emit(
     Edit tiles, stages or warps there by hand, and get the kernels for them.
 
     \b
-    attngen emit generated/causal_mqa/schedule.ir --out build     writes build/causal_mqa/
+    attngen emit generated/causal_mqa/schedule.ir -o build
     """
     from attngen.certify.certificate import keep
     from attngen.codegen.files import write_module
@@ -175,11 +196,11 @@ def dump(
     in flight. Durations are assumed. For a file of IR, edited by hand, it shows the edited kernel.
 
     \b
-    attngen dump specs/causal_mqa.yaml                          the final IR
-    attngen dump specs/causal_mqa.yaml --after build            before the first pass
+    attngen dump specs/causal_mqa.yaml                 the final IR
+    attngen dump specs/causal_mqa.yaml --after build   before the first pass
     attngen dump specs/causal_mqa.yaml --after split-loops
-    attngen dump specs/causal_mqa.yaml --graph causal_mqa.dot   or .svg, with Graphviz
-    attngen dump specs/causal_gqa.yaml --lanes causal_gqa.svg
+    attngen dump specs/causal_mqa.yaml --graph a.dot   or .svg, with Graphviz
+    attngen dump specs/causal_gqa.yaml --lanes a.svg
     """
     from attngen.ir.printer import print_module
     from attngen.spec import load_spec

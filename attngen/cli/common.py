@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from attngen.cli.console import err
+from attngen.cli.console import progress
 from attngen.errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ SPECS, GENERATED = Path("specs"), Path("generated")
 _FILE = typer.Argument(
     metavar="SPEC", help="a spec file, such as specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec
 )
-_FILES = typer.Argument(metavar="SPECS", help="spec files", show_default=False, autocompletion=complete_spec)
+_FILES = typer.Argument(metavar="SPEC", help="spec files", show_default=False, autocompletion=complete_spec)
 SpecPath = Annotated[Path, _FILE]
 SpecPaths = Annotated[list[Path] | None, _FILES]
 Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
@@ -46,7 +46,7 @@ def given(specs: list[Path] | None, every: bool, command: str) -> list[Path]:
     paths = list(dict.fromkeys([*(specs or []), *(all_specs() if every else [])]))
     if not paths:
         expected = f"expected `attngen {command} specs/NAME.yaml` or `attngen {command} --all`"
-        raise typer.BadParameter(f"none given; {expected}", param_hint="SPECS")
+        raise typer.BadParameter(f"none given; {expected}", param_hint="SPEC")
     return paths
 
 
@@ -93,14 +93,15 @@ def make_each(
     workers = min(workers or len(os.sched_getaffinity(0)), len(loaded) // FEW)
     made: list[T] = []
     wrong: list[str] = []
-    with err.status("compiling") as status, ExitStack() as stack:
+    with progress("compiling", len(loaded)) as watch, ExitStack() as stack:
         each: Callable[..., Iterator[T | AttngenError]] = map
         if workers > 1:
             each = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
         found = each(_attempt, repeat(make), *zip(*loaded), *map(repeat, args)) if loaded else iter(())
         for path, _ in loaded:
-            status.update(f"compiling {path}")
+            watch.show(str(path))
             one = next(found)
+            watch.done()
             if isinstance(one, AttngenError):
                 wrong.append(str(one))
             else:

@@ -1,32 +1,104 @@
-"""Output of commands: tables, counts, errors."""
+"""Output of commands: tables, counts, progress, errors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
-from rich.table import Table
 
-out = Console(highlight=False, soft_wrap=True, markup=False)
+from attngen.report.tables import Rows
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+out = Console(highlight=False, markup=False)  # tables and texts fold to the width of a terminal
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-
-
-def new_table(*headings: str, folds: str = "") -> Table:
-    """Return a table without lines whose cells are never truncated; only the column `folds` may wrap."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold", no_wrap=heading != folds)
-    return table
+SECONDS, SHARES = 5.0, 10  # without a terminal: seconds between two lines of progress at least, and lines at most
 
 
 def print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table."""
-    table = new_table(*headings)
+    table = Rows(*headings, folds=headings[-1:])
     for row in rows:
         table.add_row(*row)
     out.print(table)
+
+
+class Watch:
+    """The progress of a command's work: how many items are done, and the present one.
+
+    On a terminal it is a bar. Otherwise it is a line for every tenth of the items, and none for work of a few seconds.
+    """
+
+    def __init__(self, title: str, total: int | None, bar: Progress | None) -> None:
+        self.title, self.total, self.bar = title, total, bar
+        self.finished, self.item = 0, ""
+        self.printed, self.printed_at = 0, time.monotonic()
+        self.task: TaskID | None = bar.add_task(title, total=total, item="") if bar else None
+
+    def show(self, item: str) -> None:
+        """Name the present item."""
+        self.item = item
+        self._update()
+
+    def expect(self, total: int) -> None:
+        """Set the number of items, once it is known."""
+        self.total = total
+        self._update()
+
+    def at(self, finished: int, total: int, item: str) -> None:
+        """Set the number of items that are done, that of all items, and the present item."""
+        self.finished, self.total, self.item = finished, total, item
+        self._update()
+
+    def done(self, item: str = "") -> None:
+        """Count one more item as done. item: what to call it in a line, if not the present item."""
+        self.finished += 1
+        self._update()
+        if self.bar is None and self._is_due():
+            self.note(f"{self.title}: {self.finished} of {self.total or '?'} {item or self.item}".rstrip())
+
+    def note(self, line: str) -> None:
+        """Print a line on stderr, above the bar if there is one."""
+        (self.bar.console if self.bar else err).print(line)
+        self.printed, self.printed_at = self.finished, time.monotonic()
+
+    def _is_due(self) -> bool:
+        rest = self.finished - self.printed
+        return rest * SHARES >= (self.total or 0) and time.monotonic() - self.printed_at >= SECONDS
+
+    def _update(self) -> None:
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=self.finished, total=self.total, item=self.item)
+
+
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Watch]:
+    """Show the progress of work on stderr while it lasts.
+
+    title: what is done to the items, in one word. total: the number of items, None if it is not known yet.
+    """
+    if not err.is_terminal:
+        yield Watch(title, total, None)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TimeRemainingColumn(compact=True),
+        TextColumn(
+            "{task.fields[item]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        ),
+    )
+    with Progress(*columns, console=err, transient=True, expand=True, redirect_stdout=out.is_terminal) as bar:
+        yield Watch(title, total, bar)
 
 
 def count(n: int, noun: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,13 +13,20 @@ from attngen.cli.console import head_dim, out
 from attngen.errors import AttngenError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from rich.console import RenderableType
 
     from attngen.cost.models import Model
     from attngen.cost.roofline import Problem
+    from attngen.ir.module import Module
     from attngen.spec import Spec
+
+
+Kernels = typer.Option("--kernels", help="also each kernel: bytes, shared memory, registers, compile reports")
+Loops = typer.Option("--loops", help="also the ranges of each loop over tiles")
+Formulas = typer.Option("--formulas", help="also closed forms of FLOPs, bytes, shared memory")
+Json = typer.Option("--json", help="print the answers as JSON instead")
 
 
 def explain(
@@ -30,24 +37,34 @@ def explain(
     kv_heads: Annotated[
         int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")
     ] = None,
+    kernels: Annotated[bool, Kernels] = False,
+    loops: Annotated[bool, Loops] = False,
+    formulas: Annotated[bool, Formulas] = False,
+    as_json: Annotated[bool, Json] = False,
     theory: Annotated[bool, typer.Option("--theory", help="theorems instead: closed forms, orders, limits")] = False,
     model: Annotated[
         str | None, typer.Option(help="with --theory, for a layer of this model, such as llama-70b")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="OUT", help="write a page to this .html file instead")
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write a page to this .html file instead")] = None,
 ) -> None:
-    """Show formulas, SRAM fit, bytes, FLOPs, roofline and tiles.
+    """Show if a spec fits, how fast it is, and which kernels run.
 
-    For every device that attngen knows, at the problem size of the options. The page of --html also has charts and maps
-    of tiles, the IR after each pass, and the generated code; it is one file that loads no other.
+    For every device that attngen knows, at the problem size of the options: the least time by the roofline model,
+    FLOPs, bytes of device memory, extra memory, and the kernels, portable or warp-specialized for Hopper, by the size
+    of a call. No GPU is needed.
 
     \b
     attngen explain specs/causal_mqa.yaml
-    attngen explain specs/causal_gqa.yaml --seq 4096 --heads 32 --kv-heads 8
-    attngen explain specs/causal_gqa.yaml --theory --model llama-70b --seq 131072
+    attngen explain specs/causal_gqa.yaml -n 4096 --heads 32 --kv-heads 8
+    attngen explain specs/causal_gqa.yaml --kernels --formulas
+    attngen explain specs/causal_gqa.yaml --json
+    attngen explain specs/causal_gqa.yaml --theory --model llama-70b -n 131072
     attngen explain specs/causal_mqa.yaml --html causal_mqa.html
+
+    The page of --html also has charts and maps of tiles, the IR after each pass, and the generated code; it is one file
+    that loads no other. Keys of --json: module, mask, score, heads, head_dim, dtypes, size; devices, with their calls
+    (fits, seconds_at_least, bound, flops, hbm_bytes, loaded_bytes, extra_bytes, kernels); kernels, by device class and
+    rows of a call (more_than, at_most); does_not_fit; not_warp_specialized.
     """
     from attngen.cost.models import find_model
     from attngen.cost.roofline import Problem
@@ -57,6 +74,8 @@ def explain(
     loaded = load_spec(spec)
     if html is not None and theory:
         raise AttngenError("--html is a page of what `explain` shows without --theory; expected one of them")
+    if as_json and (theory or html is not None):
+        raise AttngenError("--json prints what `explain` shows without --theory and --html; expected one of them")
     if model is not None and not theory:
         raise AttngenError("--model is for the numbers of --theory; expected both or neither")
     sizes = find_model(model) if model is not None else None
@@ -65,7 +84,14 @@ def explain(
     if html is not None:
         _write_page(spec, loaded, problem, html)
         return
-    for part in explain_theory(lower(spec, loaded), problem, sizes) if theory else _explanation(spec, loaded, problem):
+    if as_json:
+        _print_json(spec, loaded, problem)
+        return
+    parts = [part for part, asked in (("kernels", kernels), ("loops", loops), ("formulas", formulas)) if asked]
+    shown = (
+        explain_theory(lower(spec, loaded), problem, sizes) if theory else _explanation(spec, loaded, problem, parts)
+    )
+    for part in shown:
         out.print(part)
 
 
@@ -94,19 +120,36 @@ def _head_counts(
     return heads, shared
 
 
-def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[RenderableType]:
-    """Return the output without --theory."""
-    from attngen.certify.certificate import keep
-    from attngen.codegen.render import render
+def _lowered(path: Path, spec: Spec) -> tuple[Module, list[str]]:
+    """Return the module of a spec, and sentences on why kernels are not warp-specialized."""
     from attngen.lowering.pipeline import stages, unspecialized
-    from attngen.report.explain import explain as explanation
     from attngen.spec import naming
 
     with naming(path):
         steps = dict(stages(spec))
     *_, module = steps.values()
-    report = json.loads(keep(module, render(module), GENERATED / module.name)["report.json"])
-    return explanation(module, problem, report, unspecialized(spec, steps["dce"]))
+    return module, list(unspecialized(spec, steps["dce"]))
+
+
+def _print_json(path: Path, spec: Spec, problem: Problem) -> None:
+    """Print the output of --json."""
+    from attngen.report.summary import summary
+
+    module, reasons = _lowered(path, spec)
+    print(json.dumps(summary(module, problem, reasons), indent=2))
+
+
+def _explanation(path: Path, spec: Spec, problem: Problem, parts: Container[str]) -> Iterator[RenderableType]:
+    """Return the output without --theory."""
+    from attngen.certify.certificate import keep
+    from attngen.codegen.render import render
+    from attngen.report.explain import explain as explanation
+
+    module, reasons = _lowered(path, spec)
+    report: dict[str, Any] = {"kernels": {}}
+    if "kernels" in parts:
+        report = json.loads(keep(module, render(module), GENERATED / module.name)["report.json"])
+    return explanation(module, problem, report, reasons, parts)
 
 
 def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:

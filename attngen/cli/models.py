@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from attngen.cli.console import count
+from attngen.cli.console import Watch, count, progress
 from attngen.errors import AttngenError
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -25,9 +25,20 @@ def specs_for(
     attngen.integrations.transformers.register("generated") has models use them.
 
     \b
-    attngen specs-for config.json                      writes specs/layer_*.yaml
-    attngen specs-for config.json --for serving        only those for decoding with a KV cache
+    attngen specs-for config.json                 writes specs/layer_*.yaml
+    attngen specs-for config.json --for serving   only decoding with a KV cache
     """
+    with progress("reading") as watch:
+        watch.show("importing transformers")
+        specs = _read(config, use, dtype, watch)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in specs.items():
+        (out_dir / f"{name}.yaml").write_text(text, encoding="utf-8")
+    print(f"{out_dir} has {count(len(specs), 'spec')}: {', '.join(specs)}")
+
+
+def _read(config: Path, use: str, dtype: str, watch: Watch) -> dict[str, str]:
+    """Return the specs of a model by their names."""
     import torch
 
     from attngen.integrations.transformers.ahead import USES
@@ -38,8 +49,5 @@ def specs_for(
         raise AttngenError(f"--for is `{use}`; expected training, serving or both")
     if dtype and dtype not in DTYPES:
         raise AttngenError(f"--dtype is `{dtype}`; expected {', '.join(DTYPES)}")
-    specs = found(config, USES if use == "both" else (use,), getattr(torch, ELEMENTS[dtype].torch) if dtype else None)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for name, text in specs.items():
-        (out_dir / f"{name}.yaml").write_text(text, encoding="utf-8")
-    print(f"{out_dir} has {count(len(specs), 'spec')}: {', '.join(specs)}")
+    given = getattr(torch, ELEMENTS[dtype].torch) if dtype else None
+    return found(config, USES if use == "both" else (use,), given, watch.at)

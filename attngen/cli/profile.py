@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attngen.cli.common import SpecPath
-from attngen.cli.console import err, new_table, out
+from attngen.cli.console import err, out
 from attngen.errors import AttngenError, suggest
+from attngen.report.tables import Rows
 
 if TYPE_CHECKING:
     from attngen.bench.profile_results import Found
@@ -40,7 +41,7 @@ def profile(
 
     \b
     attngen profile specs/causal_fa1.yaml
-    attngen profile specs/causal_fa1.yaml --seq 4096,16384 --tiles 32,64,128 --direction forward --out docs/io
+    attngen profile specs/causal_fa1.yaml -n 4096,16384 -o docs/io
     """
     from attngen.bench.profile import run, write
     from attngen.cost.roofline import Problem
@@ -77,7 +78,7 @@ def _show(found: Found) -> None:
     """Print a table of the measurements, and what failed."""
     from attngen.bench.profile_results import ORDERS, ratio
 
-    table = new_table(
+    table = Rows(
         "order", "on chip", "N", "kernel", "tile", "GB DRAM", "predicted", "ratio", "GB L2", "predicted", "ratio"
     )
     for line in found.lines:

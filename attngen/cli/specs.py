@@ -3,42 +3,81 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attngen.cli.common import SPECS, all_specs, read_specs
-from attngen.cli.console import head_dim, new_table, out
+from attngen.cli.console import head_dim, out
 from attngen.errors import AttngenError, SpecError
+from attngen.report.tables import Rows
+
+if TYPE_CHECKING:
+    from attngen.spec import Spec
 
 
-def list_specs() -> None:
+Json = typer.Option("--json", help="print them as JSON")
+
+
+def list_specs(as_json: Annotated[bool, Json] = False) -> None:
     """List the specs in specs/, masks and score modifiers.
+
+    Keys of --json: specs (file, name, mask, score, heads, head_dim, dtypes), masks and scores (name, about).
 
     \b
     attngen list
+    attngen list --json
     """
     from attngen.masks import registry
     from attngen.scores import score_registry
 
     loaded, wrong = read_specs(all_specs())
-    table = new_table("spec", "mask", "score", "heads", "dim", "dtype", folds="mask")
-    for path, spec in loaded:
-        dim, score = head_dim(spec.head_dim.qk, spec.head_dim.v), ", ".join(s.describe() for s in spec.score)
-        table.add_row(str(path), spec.mask.describe(), score, spec.heads.sharing, dim, ",".join(spec.dtype))
-    out.print(table)
-    _print_parts("mask", registry())
-    _print_parts("score modifier", score_registry())
+    if as_json:
+        parts = {"masks": _parts(registry()), "scores": _parts(score_registry())}
+        print(json.dumps({"specs": [_described(path, spec) for path, spec in loaded], **parts}, indent=2))
+    else:
+        _print_specs(loaded)
+        _print_parts("mask", registry())
+        _print_parts("score modifier", score_registry())
     if wrong:
         raise SpecError("\n".join(wrong))
 
 
+def _described(path: Path, spec: Spec) -> dict[str, Any]:
+    """Return a spec as data for JSON."""
+    return {
+        "file": str(path),
+        "name": spec.name,
+        "mask": spec.mask.describe(),
+        "score": [s.describe() for s in spec.score],
+        "heads": spec.heads.sharing,
+        "head_dim": {"qk": spec.head_dim.qk, "v": spec.head_dim.v},
+        "dtypes": list(spec.dtype),
+    }
+
+
+def _print_specs(loaded: Sequence[tuple[Path, Spec]]) -> None:
+    """Print a table of specs."""
+    table = Rows(f"{SPECS}/*.yaml", "mask + score", "heads", "dim", "dtype", folds=("mask + score",))
+    for path, spec in loaded:
+        dim = head_dim(spec.head_dim.qk, spec.head_dim.v)
+        parts = " + ".join(part.describe() for part in (spec.mask, *spec.score))
+        table.add_row(path.stem, parts, spec.heads.sharing, dim, ",".join(spec.dtype))
+    out.print(table)
+
+
+def _parts(known: Mapping[str, type]) -> list[dict[str, str]]:
+    """Return masks or modifiers as data: their names, and the first line of their docstrings."""
+    return [{"name": name, "about": (part.__doc__ or "").splitlines()[0]} for name, part in known.items()]
+
+
 def _print_parts(heading: str, known: Mapping[str, type]) -> None:
-    """Print a table of masks or modifiers: their names, and the first line of their docstrings."""
-    table = new_table(heading, "")
-    for name, part in known.items():
-        table.add_row(name, (part.__doc__ or "").splitlines()[0])
+    """Print a table of masks or modifiers."""
+    table = Rows(heading, "", folds=("",))
+    for part in _parts(known):
+        table.add_row(part["name"], part["about"])
     out.print()
     out.print(table)
 

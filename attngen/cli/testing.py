@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attngen.cli.common import Every, SpecPaths, given, lower, make_each, make_module, read_specs
-from attngen.cli.console import complain, count, err
+from attngen.cli.console import Watch, complain, count, out, progress
 from attngen.errors import AttngenError
+from attngen.report.tables import Rows
 
 if TYPE_CHECKING:
+    from attngen.conformance.result import Result
+    from attngen.conformance.sweep import Job, Table
     from attngen.spec import Spec
 
+LEGEND = """
+Errors: relative to exact results, in fp64. lse: log-sum-exp of each row;
+dx: gradient of x; jvp(x): tangent of x in forward mode.
+over naive: our error over naive attention's in the same dtype; above 2x fails.
+"""
+Brief = typer.Option("--brief", help="show the worst error of each result, and no case that passed")
 Report = typer.Option(metavar="FILE", help="run many more cases, and write all errors to this page")
 
 
@@ -27,6 +39,7 @@ def test(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the random inputs")] = 0,
     report: Annotated[Path | None, Report] = None,
     jobs: Annotated[int, typer.Option(min=1, max=64, help="processes, of a report")] = 8,
+    brief: Annotated[bool, Brief] = False,
 ) -> None:
     """Test modules of specs against naive attention.
 
@@ -39,13 +52,16 @@ def test(
 
     \b
     attngen test specs/causal_mqa.yaml
-    attngen test specs/causal_mqa.yaml --seed 7
+    attngen test specs/causal_mqa.yaml --seed 7 --brief
     attngen test --all --report docs/gpu-verification.md
     """
     loaded, unread = read_specs(given(specs, every, "test"))
     complain("\n".join(unread))  # before the others, which take a while
     if report is None:
-        failed = [_test_one(path, spec, seed) for path, spec in loaded]
+        with progress("testing", len(loaded)) as watch:
+            failed = [_test_one(path, spec, seed, watch, brief) for path, spec in loaded]
+        if loaded:
+            out.print(LEGEND.strip(), style="dim")
         complain("\n".join(reason for reason in failed if reason))
         if unread or any(failed):
             raise typer.Exit(1)
@@ -85,7 +101,12 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
         from attngen.conformance import sweep
 
         device = "cuda" if cuda else "cpu"
-        found = sweep.run(sweep.jobs(loaded, Path(folder), device), device, seed, jobs)
+        work = sweep.jobs(loaded, Path(folder), device)
+        found = []
+        with progress("testing", len(work)) as watch, sweep.processes(min(jobs, max(1, len(work)))) as pool:
+            for job, table in zip(work, pool.map(_run_job, work, repeat(device), repeat(seed))):
+                found.append(table)
+                watch.done(f"{job.spec} {job.dtype}")
     write_file(report, sweep.page(found, device))
     failures = sweep.failures(found)
     print(f"{report}: {count(sum(len(table.lines) for table in found), 'case')}, {len(failures)} above the bar")
@@ -93,43 +114,110 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
         raise AttngenError("\n".join(failures))
 
 
-def _test_one(path: Path, loaded: Spec, seed: int) -> str:
+def _run_job(job: Job, device: str, seed: int) -> Table:
+    """Run every case of one spec in one dtype, without a line for each on stderr, where the progress is."""
+    from attngen.conformance.sweep import run_job
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        return run_job(job, device, seed)
+
+
+def _test_one(path: Path, loaded: Spec, seed: int, watch: Watch, brief: bool) -> str:
     """Run the small cases of a spec, and print their errors. Return what failed, or empty text."""
     from attngen.codegen.files import write_module
     from attngen.codegen.render import render
 
+    alone = watch.total == 1  # its cases are the items
+    watch.show(str(path))
     module = lower(path, loaded)
-    failed = 0
-    with err.status("importing torch") as status, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         import torch
 
         cuda = _interpret_without_cuda()
-        from attngen.conformance.cases import cli_cases
-        from attngen.conformance.harness import load_module, result_names, tangent_names
-        from attngen.conformance.kv_cache import cache_cases, result_of
+        from attngen.conformance.harness import load_module
+        from attngen.conformance.kv_cache import result_of
 
         write_module(render(module), Path(folder) / loaded.name)
         generated = load_module(Path(folder) / loaded.name)
         print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")
-        widths = {name: max(8, len(name)) + 1 for name in (*result_names(loaded), *tangent_names(loaded))}
-        device = "cuda" if cuda else "cpu"
-        work: list[tuple[Any, str]] = [*cli_cases(loaded, cuda)]
-        dtypes = list(dict.fromkeys(dtype for _, dtype in work))
-        work += [(case, d) for d in dtypes for case in (cache_cases(loaded, cuda) if loaded.cache else [])]
-        longest = max(26, *(len(str(case)) for case, _ in work)) + 2
-        headings = "".join(f"{name:<{width}}" for name, width in widths.items())
-        print(f"{'case':<{longest}}{'dtype':<7}{headings}worst, over naive")
+        work = _cases(loaded, cuda)
+        lines = _Lines(loaded, [case for case, _ in work], brief)
+        if alone:
+            watch.expect(len(work))
+        results = []
         for case, dtype in work:
-            status.update(f"{case} {dtype}")
-            result = result_of(generated, loaded, case, dtype, device, seed)
-            failed += not result.ok
-            errors = "".join(
-                f"{result.ours[name]:<{width}.1e}" for name, width in widths.items() if name in result.ours
-            )
-            ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"
-            print(f"{case!s:<{longest}}{dtype:<7}{errors}{ratio:<14} {'ok' if result.ok else 'FAILED'}", flush=True)
+            watch.show(f"{loaded.name} {case} {dtype}")
+            results.append(result_of(generated, loaded, case, dtype, "cuda" if cuda else "cpu", seed))
+            lines.show(results[-1])
+            if alone:
+                watch.done()
+    if not alone:
+        watch.done()
+    if not brief:
+        print()
+    _print_worst(results)
+    failed = sum(not result.ok for result in results)
     return (
         f"{count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error"
         if failed
         else ""
     )
+
+
+def _cases(spec: Spec, cuda: bool) -> list[tuple[Any, str]]:
+    """Return the small cases of a spec, each with its dtype."""
+    from attngen.conformance.cases import cli_cases
+    from attngen.conformance.kv_cache import cache_cases
+
+    work: list[tuple[Any, str]] = [*cli_cases(spec, cuda)]
+    dtypes = list(dict.fromkeys(dtype for _, dtype in work))
+    return work + [(case, d) for d in dtypes for case in (cache_cases(spec, cuda) if spec.cache else [])]
+
+
+class _Lines:
+    """The table of cases, printed line by line. A terminal too narrow for the error of each result has only the
+    worst. If it is brief, it has only cases that failed."""
+
+    def __init__(self, spec: Spec, cases: Sequence[Any], brief: bool) -> None:
+        from attngen.conformance.harness import result_names, tangent_names
+
+        names = (*result_names(spec), *tangent_names(spec))
+        self.brief = brief
+        self.widths = {name: max(8, len(_shown(name, names))) + 1 for name in names}
+        self.longest = max(26, *(len(str(case)) for case in cases)) + 2
+        if self.longest + 7 + sum(self.widths.values()) + 22 > out.width:
+            self.widths = {}
+        headings = "".join(f"{_shown(name, names):<{width}}" for name, width in self.widths.items())
+        if not brief:
+            print(f"{'case':<{self.longest}}{'dtype':<7}{headings}worst, over naive")
+
+    def show(self, result: Result) -> None:
+        """Print the line of a case."""
+        if self.brief and result.ok:
+            return
+        errors = "".join(
+            f"{result.ours[name]:<{width}.1e}" if name in result.ours else " " * width
+            for name, width in self.widths.items()
+        )
+        ratio = f"{_shown(result.worst, result.ours)} {result.ratio(result.worst):.2f}x"
+        verdict = "ok" if result.ok else "FAILED"
+        print(f"{result.case!s:<{self.longest}}{result.dtype:<7}{errors}{ratio:<14} {verdict}", flush=True)
+
+
+def _shown(name: str, names: Container[str]) -> str:
+    """Return the name of a result as tables have it: tangents, whose names have a `t` in front, as `jvp(out)`."""
+    return f"jvp({name[1:]})" if name[0] == "t" and name[1:] in names else name
+
+
+def _print_worst(results: Sequence[Result]) -> None:
+    """Print our error and naive attention's for each result, in the case in which they differ most."""
+    table = Rows("at worst", "ours", "naive", "over naive", "case")
+    names = dict.fromkeys(name for result in results for name in result.ours if not name.endswith(" row"))
+    for name in names:
+        having = (result for result in results if name in result.ours)
+        ratio, worst = max(((r.ratio(name), r) for r in having), key=lambda pair: (pair[0] != pair[0], pair[0]))
+        errors = (f"{worst.ours[name]:.1e}", f"{worst.naive[name]:.1e}", f"{ratio:.2f}x")
+        table.add_row(_shown(name, names), *errors, f"{worst.case} {worst.dtype}")
+    with out.capture() as text:
+        out.print(table)
+    print(text.get(), end="")  # above the bar of the progress, which sees only what is printed

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attngen.cli.common import Every, SpecPaths, given, load_specs, make_each
+from attngen.cli.console import progress
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
     from attngen.spec import Spec
-    from attngen.tune.tuner import Plan
+    from attngen.tune.tuner import Cell, Plan
 
 
 Budget = typer.Option(min=1, help="seconds of measuring [default: no limit]")
@@ -46,10 +47,10 @@ def tune(
     them where they beat the portable kernel.
 
     \b
-    attngen tune specs/causal_mha.yaml --dry-run         the candidates; needs no GPU
+    attngen tune specs/causal_mha.yaml --dry-run     the candidates; needs no GPU
     attngen tune specs/causal_mha.yaml --budget 60
-    attngen tune specs/*.yaml --results tune.jsonl       resume; rewrite the table from the file, without a GPU
-    attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
+    attngen tune specs/*.yaml --results tune.jsonl   resume; rewrite the table
+    attngen tune specs/causal_mha.yaml --whole-grid 4096
     """
     from attngen.heuristics import RANGES
     from attngen.tune import run, summary
@@ -75,6 +76,11 @@ def tune(
         _measure(plans, sources, jobs, name, here, budget or float("inf"), results, table)
 
 
+def _named(cell: Cell) -> str:
+    """Return a kernel and its rows as text."""
+    return f"{cell.spec} @{cell.kernel} {cell.dtype} {cell.rows}"
+
+
 def _plan(path: Path, spec: Spec, device_class: str) -> Plan:
     from attngen.spec import naming
     from attngen.tune.tuner import plan
@@ -89,8 +95,11 @@ def _compare(plans: Sequence[Plan], sources: dict[str, Path], jobs: int | None, 
 
     with run.machine(plans, sources, jobs) as gpu:
         print(summary.aligned(summary.COMPARED, summary.COMPARED_WIDTHS))
-        for cell, pair in run.compare_all(plans, gpu, whole_grid):
-            print(summary.compared(cell, pair), flush=True)
+        cells = [cell for plan in plans for cell, _ in plan.cells() if cell.rows == whole_grid]
+        with progress("measuring", len(cells)) as watch:
+            for cell, pair in run.compare_all(plans, gpu, whole_grid):
+                print(summary.compared(cell, pair), flush=True)
+                watch.done(_named(cell))
 
 
 def _measure(
@@ -121,9 +130,13 @@ def _measure(
     for plan, known in run.known(plans, found):
         print("\n".join(summary.measured(plan, known)))
     if here:
-        with run.machine(plans, sources, jobs) as gpu:
-            for plan, made in run.tune(plans, gpu, found, budget):
+        left = [cell for plan in plans for cell, _ in plan.cells() if cell not in found.outcomes]
+        with run.machine(plans, sources, jobs) as gpu, progress("measuring", len(left)) as watch:
+            watch.show("compiling")
+            for (plan, made), coming in zip(run.tune(plans, gpu, found, budget), [*left[1:], None]):
                 print("\n".join(summary.measured(plan, made)), flush=True)
+                watch.done(_named(made.cell))
+                watch.show(_named(coming) if coming else "")
     print("\n".join(summary.totals(run.known(plans, found))))
     after = run.tabled(before, plans, found)
     write_file(path, after.text())

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attngen.cli.common import GENERATED, Every, SpecPaths, given, load_specs, make_each, make_module
-from attngen.cli.console import count, err, new_table, out
+from attngen.cli.console import count, out, progress
 from attngen.devices import CLASSES, FALLBACK_CUDA
 from attngen.errors import AttngenError, suggest
+from attngen.report.tables import Rows
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from attngen.certify.certificate import Found
     from attngen.ir.kernel import Kernel
     from attngen.ir.module import Config, Module
@@ -30,7 +29,20 @@ Changed = typer.Option(
     help="of the built modules, compile only kernels whose compile report in report.json is outdated, and one in 16 of "
     "the others, selected by the commit",
 )
-HEADINGS = ("module", "kernel", "target", "tile", "predicted", "reported", "", "registers", "spills", "code", "s", "")
+HEADINGS = (
+    "module",
+    "kernel",
+    "target",
+    "tile",
+    "predicted",
+    "reported",
+    "",
+    "registers",
+    "spills",
+    "code",
+    "s",
+    "why",
+)
 
 
 def verify(
@@ -57,10 +69,10 @@ def verify(
     docs/fit.md, and for other kernels for sm90, if it reads a register that was never written.
 
     \b
-    attngen verify specs/causal_mqa.yaml                 after attngen build, and verify --write
+    attngen verify specs/causal_mqa.yaml    after attngen build and verify --write
     attngen verify specs/causal_mqa.yaml --target sm90 --write
-    attngen verify --all                                 every kernel of every spec
-    attngen verify --all --changed                       for CI: what has changed, and a share of the rest
+    attngen verify --all                    every kernel of every spec
+    attngen verify --all --changed          for CI: what changed, some of the rest
     """
     from attngen.certify.certificate import chosen, record
     from attngen.codegen.files import write_module
@@ -127,7 +139,7 @@ def _emitted(folder: Path) -> tuple[Module, dict[str, str]]:
 
 def _compiled(
     work: Work, files: dict[str, dict[str, str]], jobs: int | None, built: Path | None, changed: bool
-) -> tuple[Table, dict[str, Found], list[str], int]:
+) -> tuple[Rows, dict[str, Found], list[str], int]:
     """Compile kernels. Return a table of them, their compile reports by module, the errors, and how many kernels were
     not compiled.
 
@@ -140,8 +152,8 @@ def _compiled(
 
     found: dict[str, Found] = {}
     wrong: list[str] = []
-    table = new_table(*HEADINGS)
-    with tempfile.TemporaryDirectory() as folder, err.status("compiling") as status:
+    table = Rows(*HEADINGS, names=4, folds=("why",))
+    with tempfile.TemporaryDirectory() as folder, progress("compiling", len(work)) as watch:
         sources = {
             (name, file): Path(folder) / f"{name}_{file}"
             for name, file in {(m.name, maker_of(config).file) for m, _, config in work}
@@ -160,9 +172,10 @@ def _compiled(
         compiled = {
             name: makers[name].compiler.compile_all([j for of, j in rest if of == name], jobs) for name, _ in rest
         }
-        for i, ((module, kernel, config), before) in enumerate(zip(work, taken), 1):
+        for (module, kernel, config), before in zip(work, taken):
+            watch.show(f"{module.name} @{kernel.name} on {config.device}")
             report = before or next(compiled[config.backend])
-            status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {config.device}")
+            watch.done()
             faults = list(violations(module, kernel, config, report))
             if faults and kernel.backend:
                 keeps = "`schedule: {backend: triton}` keeps the portable kernel"
@@ -190,7 +203,7 @@ def _report_cells(module: Module, kernel: Kernel, config: Config, report: Compil
     return [*cells, reason(module, kernel, config, report)]
 
 
-def _add_not_fitting(table: Table, modules: Sequence[Module], targets: Sequence[str]) -> None:
+def _add_not_fitting(table: Rows, modules: Sequence[Module], targets: Sequence[str]) -> None:
     """Add rows for kernels of which no tile fits."""
     for module in modules:
         for kernel in module.kernels:

@@ -159,7 +159,7 @@ def test_only_selects_cells_by_words() -> None:
     ("specs", "grids", "words", "peers", "sizes", "error"),
     [
         ([], [], None, None, {}, "nothing to measure; expected"),
-        (["specs/causal_mha.yaml"], ["fa3"], None, None, {}, "SPECS and --grid are both given"),
+        (["specs/causal_mha.yaml"], ["fa3"], None, None, {}, "SPEC and --grid are both given"),
         ([], ["fa4"], None, None, {}, "--grid fa4 is no grid of attngen and no file; did you mean `fa3`?"),
         ([], ["fa3"], None, "ours,flesh", {}, "`flesh` is no peer; did you mean `flash`?"),
         (["specs/causal_mha.yaml"], [], None, None, {"n": "1k"}, "--n has `1k`; expected rows, as in 1024,4096"),

@@ -282,7 +282,7 @@ def test_a_run_is_shown_and_compared(
     [
         (
             ["--from", "x.json", "--grid", "fa3"],
-            "--from shows a run as it is; leave out SPECS, --grid, --only and --list",
+            "--from shows a run as it is; leave out SPEC, --grid, --only and --list",
         ),
         (["--from", "x.json"], "x.json: No such file or directory"),
         (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,12 @@ RANDOM_DROPS = ("apply_spec_augment", "layerdrop", "encoder_layerdrop", "decoder
 USES = ("training", "serving")
 
 
-def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | None = None) -> dict[str, str]:
+def specs_for(
+    config: Path,
+    uses: tuple[str, ...] = USES,
+    dtype: torch.dtype | None = None,
+    watch: Callable[[int, int, str], None] = lambda done, total, item: None,
+) -> dict[str, str]:
     """Return the specs of a model's attention layers.
 
     Args:
@@ -37,6 +42,7 @@ def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | N
         uses: `training`, which is forward and backward, padded, packed and neither; `serving`, which is decoding with a
             KV cache.
         dtype: the model's dtype; None means that of the configuration, or bfloat16 if it has none.
+        watch: gets how much is done of how much, and what comes next.
 
     Returns:
         YAML by the name of the spec.
@@ -49,7 +55,9 @@ def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | N
     read = _read(config)
     layers: dict[tuple[Layer, Formula], None] = {}
     failed = []
-    for part in _parts(read):
+    parts = list(_parts(read))
+    for i, part in enumerate(parts):
+        watch(i, len(parts), f"a {part.model_type} without weights")
         try:
             layers |= dict.fromkeys(_layers(config, part, dtype))
         except AttngenError as error:
@@ -60,7 +68,8 @@ def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | N
     for why in failed:
         warnings.warn(f"{why}; its specs are not among these", stacklevel=2)
     specs = {}
-    for layer, formula in layers:
+    for i, (layer, formula) in enumerate(layers):
+        watch(len(parts) + i, len(parts) + len(layers), f"layer {i + 1} of {len(layers)}")
         for data in _specs(layer, formula, uses):
             body = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
             specs[data["name"]] = f"# Of {read.model_type}, for transformers: attn_implementation={NAME!r}.\n{body}"
