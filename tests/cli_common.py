@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from attngen.cli import main
+from tests.helpers import ROOT
 
 GOOD = (
     "name: good\nhead_dim: 64\ndtype: bf16\nmask: causal\nschedule: {block_q: 64, block_kv: 64, stages: 2, warps: 4}\n"
@@ -80,3 +89,27 @@ WRONG = {  # by name, a file and its error
         "count), which tiles divide; expected 128 or less",
     ),
 }
+
+
+def in_terminal(*args: str, folder: Path, columns: int = 80, stdout: int | None = None) -> str:
+    """What a command writes to a terminal of so many columns, without colours. stdout: a file for its standard output,
+    so that only errors and progress go to the terminal."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    env |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "attngen", *args]
+    process = subprocess.Popen(command, cwd=folder, env=env, stdin=its, stdout=stdout or its, stderr=its)
+    os.close(its)
+    read = b""
+    while True:
+        try:
+            found = os.read(ours, 65536)
+        except OSError:  # the command has closed it
+            break
+        if not found:
+            break
+        read += found
+    os.close(ours)
+    assert process.wait() == 0, read.decode()
+    return re.sub("\x1b\\[[0-9;]*m", "", read.decode()).replace("\r\n", "\n")

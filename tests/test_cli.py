@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen import cli
 from attngen.cli import main
 from tests import cli_common
 from tests.cli_common import GOOD, WRONG, Cli, files
@@ -30,6 +31,7 @@ COMMANDS = (
     "test",
     "bench",
     "tune",
+    "profile",
     "list",
     "new",
     "schema",
@@ -46,8 +48,11 @@ def test_help_shows_an_example(attngen: Cli, command: str) -> None:
 
 def test_help_lists_every_command(attngen: Cli) -> None:
     help_ = attngen("--help")
-    assert [word for word in COMMANDS if f"\n  {word} " in help_] == list(COMMANDS)
-    assert "..." not in help_.partition("Commands:")[2]
+    assert sorted(COMMANDS) == sorted(cli.COMMANDS)
+    shown = [help_.index(f"\n  {word} ") for word in cli.COMMANDS]
+    headings = [help_.index(f"\n{group}:") for group in cli.GROUPS]
+    assert shown == sorted(shown) and sorted([*shown, *headings])[0] == headings[0]
+    assert "..." not in help_.partition("Write a spec:")[2]
 
 
 def test_version(attngen: Cli) -> None:
@@ -71,14 +76,28 @@ def test_wrong_usage_exits_with_2(project: Path, attngen: Cli, args: list[str]) 
 
 def test_build_writes_a_module_and_says_so(project: Path, attngen: Cli) -> None:
     lines = attngen("build", "specs/good.yaml").splitlines()
-    assert lines[1].split() == ["good", "causal", "mha", "64", "64x64", "64x64", "64x64", "written"]
-    assert lines[-1] == "1 module written to generated, 0 unchanged"
+    assert lines[0].startswith("good: causal, mha, head dim 64; kernels of long calls")
+    assert lines[3].split() == [
+        "sm90",
+        "portable",
+        "fwd",
+        "64x64",
+        "portable",
+        "dq",
+        "64x64,",
+        "portable",
+        "dkdv",
+        "64x64",
+    ]
+    assert lines[-1].startswith("generated/good: __init__.py, kernels.py, ") and lines[-1].endswith(" written")
     assert files(project / "generated") == {
         f"good/{name}" for name in ("__init__.py", "kernels.py", "report.json", "runtime.py", "schedule.ir")
     }
-    assert "0 modules written to generated, 1 unchanged" in attngen(
-        "build", "specs/good.yaml", "specs/good.yaml", "--all"
-    )
+    assert attngen("build", "specs/good.yaml", "specs/good.yaml", "--all").endswith(" unchanged\n")
+    (project / "specs" / "other.yaml").write_text(GOOD.replace("good", "other"))
+    lines = attngen("build", "--all").splitlines()
+    assert lines[1].split() == ["good", "causal", "mha", "64", "64x64", "64x64", "64x64", "same"]
+    assert lines[-1] == "1 module written to generated, 1 unchanged"
 
 
 @pytest.mark.share(16)
@@ -142,7 +161,7 @@ def test_list_shows_good_specs_and_the_errors_of_wrong_ones(project: Path, attng
     assert errors[0] == f"error: specs/typo.yaml, {WRONG['typo'][1]}" and errors[1].startswith(
         "error: specs/worse.yaml: "
     )
-    assert len(errors) == 2 and "specs/good.yaml" in attngen.output and "softcap" in attngen.output
+    assert len(errors) == 2 and "\ngood " in attngen.output and "softcap" in attngen.output
 
 
 def test_two_specs_of_one_name(project: Path, attngen: Cli) -> None:
@@ -217,12 +236,12 @@ def test_new_refuses_a_bad_name_and_writes_nothing(
 
 def test_list_names_specs_and_masks(project: Path, attngen: Cli) -> None:
     lines = [line.split() for line in attngen("list").splitlines()]
-    assert ["specs/good.yaml", "causal", "mha", "64", "bf16"] in lines
+    assert lines[0][0] == "specs/*.yaml" and ["good", "causal", "mha", "64", "bf16"] in lines
     assert {"causal", "key_padding", "none", "sliding_window"} <= {line[0] for line in lines if line}
     assert ["softcap", "cap", "*", "tanh(s", "/", "cap)"] in [line[:6] for line in lines]
     (project / "specs" / "capped.yaml").write_text("name: capped\nhead_dim: 64\nscore: [{softcap: 30.0}, sink]\n")
-    assert ["specs/capped.yaml", "none", "softcap(cap=30.0),", "sink", "mha"] in [
-        line.split()[:5] for line in attngen("list").splitlines()
+    assert ["capped", "none", "+", "softcap(cap=30.0)", "+", "sink", "mha"] in [
+        line.split()[:7] for line in attngen("list").splitlines()
     ]
 
 
@@ -296,6 +315,18 @@ def test_test_shows_each_case(project: Path) -> None:
     assert (done.returncode, done.stderr) == (1, f"error: specs/typo.yaml, {WRONG['typo'][1]}\n")
     cases = [line for line in done.stdout.splitlines() if line.startswith("B")]
     assert len(cases) >= 5 and all(line.endswith(" ok") for line in cases)
+    head, *worst = done.stdout.partition("at worst")[2].splitlines()
+    assert head.split() == ["ours", "naive", "over", "naive", "case"]
+    assert [line.split()[0] for line in worst[:7]] == ["out", "lse", "dq", "dk", "dv", "jvp(out)", "jvp(lse)"]
+    legend = (
+        "fp64",
+        "lse: log-sum-exp",
+        "dx: gradient",
+        "jvp(x): tangent",
+        "over naive: our error over naive",
+        "2x fails",
+    )
+    assert all(word in done.stdout.splitlines()[-1 - at] for at, word in zip((2, 2, 1, 1, 0, 0), legend))
 
 
 @pytest.mark.share(8)
@@ -333,8 +364,8 @@ main(["test", "specs/small.yaml"])
         "dv",
         "dsink",
         "dtemperature",
-        "tout",
-        "tlse",
+        "jvp(out)",
+        "jvp(lse)",
     ]
     assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) == 9 for line in cases)
     sentence = (

@@ -156,7 +156,7 @@ def test_explain_says_why_no_kernel_is_warp_specialized(project: Path, attngen: 
 )
 def test_explain_defines_every_name_and_fits_a_screen(project: Path, attngen: Cli, mask: str) -> None:
     (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
-    lines = attngen("explain", "specs/x.yaml").splitlines()
+    lines = attngen("explain", "specs/x.yaml", "--loops", "--formulas").splitlines()
     assert max(map(len, lines)) <= 120
     named = {name for line in lines if " <= j < " in line for name in re.findall(r"[a-z]+_\w+", line)}
     assert (

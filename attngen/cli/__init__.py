@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from attngen import __version__
+from attngen.cli.bench import DETAILS as BENCH
 from attngen.cli.bench import bench
 from attngen.cli.build import build, dump, emit
 from attngen.cli.console import fail, out
 from attngen.cli.conventions import Command, Group, conventional
+from attngen.cli.explain import DETAILS as EXPLAIN
 from attngen.cli.explain import explain
 from attngen.cli.machine import cache, doctor
 from attngen.cli.models import specs_for
@@ -33,6 +35,7 @@ GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "Measure on a GPU": {"bench": bench, "tune": tune, "profile": profile},
     "This machine": {"doctor": doctor, "cache": cache},
 }
+EPILOGS = {"bench": BENCH, "explain": EXPLAIN}
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
@@ -50,7 +53,8 @@ app = typer.Typer(
 )
 for _group, _commands in GROUPS.items():
     for _name, _command in _commands.items():
-        app.command(_name, cls=Command, rich_help_panel=_group)(conventional(_command))
+        _below = EPILOGS.get(_name)
+        app.command(_name, cls=Command, rich_help_panel=_group, epilog=_below)(conventional(_command))
 
 
 def _version(value: bool) -> None:

@@ -47,6 +47,44 @@ Compare = typer.Option(help=COMPARE, rich_help_panel=OUTPUT)
 From = typer.Option("--from", help="measure nothing; show the results.json of a run", rich_help_panel=OUTPUT)
 
 
+DETAILS = """
+A cell is a spec and its sizes. It runs forward, backward and both in a separate process, the peers alternating.
+Dropout is off; masks and plans are made in advance. A peer that fails or hangs loses only its own results.
+
+Measured: milliseconds (medians of rounds, L2 flushed), TFLOP/s, the fraction of the peak that this run measured,
+the spread; peak memory, host time of a forward call, seconds to the first result with empty caches.
+
+\b
+Peers:
+  ours                           the module of the spec
+  flash, cudnn, efficient, math  SDPA's backends
+  flex                           FlexAttention, from the spec
+  flex_flash                     its FlashAttention-4 backend, if installed
+  fa4                            FlashAttention-4, if installed
+  flashinfer                     FlashInfer, if installed
+  naive                          the formula in PyTorch
+
+\b
+Grids (flex, variants and mods also write Markdown tables):
+  paper     the seed study's
+  fa3       FlashAttention-3's
+  flex      FlexAttention's variants, with --masks
+  variants  what dropout costs, and what block sparsity saves
+  decode    steps of decoding with a KV cache
+  mods      functions written for FlexAttention, given to both sides
+
+Specs with a cache are called by `attention.with_kvcache`, many times in a CUDA graph whose inputs rotate through
+more than the L2 holds. Also shown: the bytes of K and V that some query sees, their rate in TB/s, and its fraction
+of the copy rate that this run measured.
+
+SDPA's backends read contiguous caches, with a mask tensor if some query does not see all rows; flashinfer reads
+pages. --n 1:65536 is one query per sequence.
+
+With --compare, times that changed by more than both runs' spreads (at least 2%) are shown, and the exit code is 1
+if one of ours got slower or is missing. With only --compare, the cells and peers are those of its file.
+"""  # below the options in its help
+
+
 def bench(
     specs: SpecPaths = None,
     grid: Grids = None,
@@ -76,41 +114,6 @@ def bench(
     attngen bench --grid decode --only ragged,page64
     attngen bench --compare docs/bench/h200.json  what changed since that run
     attngen bench --from bench/results.json       show a run again
-
-    A cell is a spec and its sizes. It runs forward, backward and both in a separate process, the peers alternating.
-    Dropout is off; masks and plans are made in advance. A peer that fails or hangs loses only its own results.
-
-    Measured: milliseconds (medians of rounds, L2 flushed), TFLOP/s, the fraction of the peak that this run measured,
-    the spread; peak memory, host time of a forward call, seconds to the first result with empty caches.
-
-    \b
-    Peers:
-      ours                           the module of the spec
-      flash, cudnn, efficient, math  SDPA's backends
-      flex                           FlexAttention, from the spec
-      flex_flash                     its FlashAttention-4 backend, if installed
-      fa4                            FlashAttention-4, if installed
-      flashinfer                     FlashInfer, if installed
-      naive                          the formula in PyTorch
-
-    \b
-    Grids (flex, variants and mods also write Markdown tables):
-      paper     the seed study's
-      fa3       FlashAttention-3's
-      flex      FlexAttention's variants, with --masks
-      variants  what dropout costs, and what block sparsity saves
-      decode    steps of decoding with a KV cache
-      mods      functions written for FlexAttention, given to both sides
-
-    Specs with a cache are called by `attention.with_kvcache`, many times in a CUDA graph whose inputs rotate through
-    more than the L2 holds. Also shown: the bytes of K and V that some query sees, their rate in TB/s, and its fraction
-    of the copy rate that this run measured.
-
-    SDPA's backends read contiguous caches, with a mask tensor if some query does not see all rows; flashinfer reads
-    pages. --n 1:65536 is one query per sequence.
-
-    With --compare, times that changed by more than both runs' spreads (at least 2%) are shown, and the exit code is 1
-    if one of ours got slower or is missing. With only --compare, the cells and peers are those of its file.
     """
     if from_ is not None and (specs or grid or only or dry):
         raise AttngenError("--from shows a run as it is; leave out SPEC, --grid, --only and --list")

@@ -29,6 +29,14 @@ Formulas = typer.Option("--formulas", help="also closed forms of FLOPs, bytes, s
 Json = typer.Option("--json", help="print the answers as JSON instead")
 
 
+DETAILS = """
+The page of --html also has charts and maps of tiles, the IR after each pass, and the generated code; it is one file
+that loads no other. Keys of --json: module, mask, score, heads, head_dim, dtypes, size; devices, with their calls
+(fits, seconds_at_least, bound, flops, hbm_bytes, loaded_bytes, extra_bytes, kernels); kernels, by device class and
+rows of a call (more_than, at_most); does_not_fit; not_warp_specialized.
+"""  # below the options in its help
+
+
 def explain(
     spec: SpecPath,
     n: Annotated[int, typer.Option("--seq", min=1, max=2**24, help="queries and keys")] = 16384,
@@ -60,11 +68,6 @@ def explain(
     attngen explain specs/causal_gqa.yaml --json
     attngen explain specs/causal_gqa.yaml --theory --model llama-70b -n 131072
     attngen explain specs/causal_mqa.yaml --html causal_mqa.html
-
-    The page of --html also has charts and maps of tiles, the IR after each pass, and the generated code; it is one file
-    that loads no other. Keys of --json: module, mask, score, heads, head_dim, dtypes, size; devices, with their calls
-    (fits, seconds_at_least, bound, flops, hbm_bytes, loaded_bytes, extra_bytes, kernels); kernels, by device class and
-    rows of a call (more_than, at_most); does_not_fit; not_warp_specialized.
     """
     from attngen.cost.models import find_model
     from attngen.cost.roofline import Problem

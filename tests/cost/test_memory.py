@@ -33,7 +33,7 @@ def test_grouped_heads_have_partial_gradients_for_each_pair_of_programs() -> Non
 def test_explain_prints_the_scratch_bytes() -> None:
     console = Console(width=300, record=True, file=StringIO())
     problem = Problem(1, 4, 4, 1024, 1024)
-    for part in explain(target("full_mha"), problem, {"kernels": {}}):
+    for part in explain(target("full_mha"), problem, {"kernels": {}}, parts=("formulas",)):
         console.print(part)
     assert (
         "@backward in @fused: scratch bytes = 4*B*D_QK*Hq*Nq + 4*B*Hq*Nq, of dQ_SEMAPHORE, DQ_ACC\n"

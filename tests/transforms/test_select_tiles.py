@@ -274,7 +274,7 @@ def test_report_and_explanation_give_the_reason_for_the_device():
         "schedules"
     ]
     console = Console(width=200, file=io.StringIO())
-    for part in explain(made, Problem(), report(made)):
+    for part in explain(made, Problem(), report(made), parts=("kernels",)):
         console.print(part)
     text = console.file.getvalue()
     assert re.search(r"\n *dkdv +any +2 +none", text)
