@@ -25,7 +25,9 @@ from attngen.masks import Mask, registry
 from attngen.scores import score_registry
 from attngen.spec import Spec
 from docs.site.committed import spec_files
-from docs.site.pages import OUTSIDE, cell, code, figures_css, relinked, variants_page
+from docs.site.pages import MOST_MB, OUTSIDE, cell, code, figures_css, relinked, size_of, variants_page
+from docs.site.pictures import with_pictures
+from docs.site.progress import Progress
 from docs.site.reference import example, reference_pages
 from docs.site.specs import make_pages
 from tests.helpers import ROOT, SPECS, spec
@@ -56,6 +58,18 @@ def test_the_reference_has_every_mask_modifier_command_and_function() -> None:
         f"attngen.{name}" for name in (*public, "integrations.transformers.register")
     ]
     assert set(Spec.model_fields) <= set(rows("reference/spec.md"))
+
+
+def test_the_reference_of_python_lists_arguments_and_errors() -> None:
+    """Docstrings are prose: no section of one is left as text, and no text is lost."""
+    page = REFERENCE["reference/python.md"]
+    assert "- `score_mod`: score_mod(score, b, h, q_idx, kv_idx) -> score, or None.\n" in page
+    assert "- `ValueError, TypeError`: an argument is not what was expected" in page
+    assert "\n\nThe first call with a pair of functions traces them" in page and "Args:" not in page
+    assert (
+        "\n\nReturns: The generated module: `module.attention(q, k, v)`" in page
+        and "    block_mask: Any = None," in page
+    )
 
 
 def test_every_word_of_the_language_is_explained() -> None:
@@ -138,6 +152,47 @@ def test_links_are_rewritten_for_the_site() -> None:
     assert relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"
     assert relinked("[a](../README.md)", "index.md") == "[a](../README.md)"
     assert all((ROOT / source).is_file() for source in OUTSIDE)
+
+
+def test_pictures_are_shown_in_the_scheme_of_the_reader(tmp_path: Path) -> None:
+    for name in ("x.svg", "x-dark.svg", "y.svg"):
+        (tmp_path / name).write_text('<svg xmlns="http://www.w3.org/2000/svg" width="300pt" height="150pt"></svg>')
+
+    def file_of(path: str) -> Path | None:
+        file = tmp_path / path.removeprefix("bench/")
+        return file if path.startswith("bench/") and file.exists() else None
+
+    html = with_pictures('<p><img alt="a &amp; b" src="../bench/x.svg" /></p>', "page/", file_of)
+    forms = re.findall(r'<a href="([^"]+)"><img alt="a &amp; b" src="([^"]+)" [^>]*width="(\d+)" height="(\d+)"', html)
+    assert forms == [
+        ("../bench/x.svg", "../bench/x.svg#only-light", "400", "200"),
+        ("../bench/x-dark.svg", "../bench/x-dark.svg#only-dark", "400", "200"),
+    ]
+    outside = '<img src="https://x.org/y.svg">'
+    assert with_pictures(outside, "page/", file_of) == outside
+    with pytest.raises(
+        ValueError, match=r"^the picture bench/y.svg has no dark form; expected bench/y-dark.svg beside"
+    ):
+        with_pictures('<img src="../bench/y.svg">', "page/", file_of)
+    with pytest.raises(ValueError, match=r"^the picture bench/z.svg is not in docs/$"):
+        with_pictures('<img src="../bench/z.svg">', "page/", file_of)
+
+
+def test_a_large_site_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "page.html").open("wb") as file:
+        file.truncate(2**20)
+        assert size_of(tmp_path) == 1
+        file.truncate((MOST_MB + 1) * 2**20)
+    with pytest.raises(ValueError, match="has 41.0 MB; expected 40 at most"):
+        size_of(tmp_path)
+
+
+def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        step = progress.step("pages", 3)
+        for item in ("a", "b", "c"):
+            progress.advance(step, item)
+    assert capsys.readouterr().err == "pages: 3 of 3 (c)\n"
 
 
 def test_text_with_bars_stays_one_cell() -> None:

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Signature:
-    """A function of a module: its signature as code, its summary, and its arguments (name, type, default, meaning) if
-    they are documented."""
+    """A function: its signature as code, its summary, its arguments (name, type, default, meaning) if they are
+    documented, what it returns, the errors that it raises, and the text after these sections."""
 
     name: str
     code: str
     says: str
     args: list[list[str]]
     returns: str
+    raises: dict[str, str]
+    notes: str
 
 
 def signatures(code: str) -> Iterator[Signature]:
@@ -35,10 +37,11 @@ def signatures(code: str) -> Iterator[Signature]:
             public[ast.unparse(node.targets[0])] = node.value.id
     for shown, name in public.items():
         if name in functions:
-            yield _signature(shown, functions[name])
+            yield signature(shown, functions[name])
 
 
-def _signature(shown: str, node: ast.FunctionDef) -> Signature:
+def signature(shown: str, node: ast.FunctionDef) -> Signature:
+    """Return the signature of a function under the name `shown`, from its code and the sections of its docstring."""
     parts = _parts(inspect.cleandoc(ast.get_docstring(node) or ""))
     meanings = _meanings(parts.get("Args", ""))
     args = node.args
@@ -60,18 +63,29 @@ def _signature(shown: str, node: ast.FunctionDef) -> Signature:
     star = ["*"] if args.kwonlyargs else []
     listed = [*lines[: len(args.args)], *star, *lines[len(args.args) :]]
     text = f"{shown}(\n" + "".join(f"    {line},\n" for line in listed) + f"){returns}"
-    return Signature(shown, text, parts[""], rows if meanings else [], " ".join(parts.get("Returns", "").split()))
+    returned, raises = " ".join(parts.get("Returns", "").split()), _meanings(parts.get("Raises", ""))
+    return Signature(shown, text, parts[""], rows if meanings else [], returned, raises, parts["Notes"])
 
 
 def _parts(doc: str) -> dict[str, str]:
-    """Return the sections of a docstring by heading. The text before the first heading is joined to one paragraph, with
-    an empty heading."""
+    """Return the sections of a docstring by heading. The paragraphs before the first heading have an empty heading, and
+    those after the last section are `Notes`."""
     head, *rest = re.split(r"^(Args|Returns|Raises):\n", doc, flags=re.MULTILINE)
-    return {"": " ".join(head.split()), **dict(zip(rest[::2], rest[1::2]))}
+    sections = dict(zip(rest[::2], rest[1::2]))
+    notes = ""
+    for title, body in sections.items():
+        inside, *after = re.split(r"^(?=\S)", body, maxsplit=1, flags=re.MULTILINE)
+        sections[title], notes = inside, notes + "".join(after)
+    return {"": _paragraphs(head), "Notes": _paragraphs(notes)} | sections
+
+
+def _paragraphs(text: str) -> str:
+    """Return a text with each paragraph on one line."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 
 
 def _meanings(text: str) -> dict[str, str]:
-    """Return the meaning of each argument, from lines `name: meaning` with indented continuation lines."""
+    """Return the meaning of each argument or error, from lines `name: meaning` with indented continuation lines."""
     text = inspect.cleandoc("\n" + text)
-    found = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", text, flags=re.MULTILINE)
+    found = re.findall(r"^([\w, ]+): (.*(?:\n[ ]+.*)*)", text, flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in found}

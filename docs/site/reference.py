@@ -3,8 +3,11 @@ and docstrings of attngen."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 import attngen
 from attngen.builders import build_module
 from attngen.cli import COMMANDS, app
-from attngen.integrations.transformers import register
+from attngen.codegen.signature import Signature, signature
 from attngen.ir.dtypes import TORCH
 from attngen.ir.module import Input
 from attngen.ir.names import INTEGERS
@@ -202,12 +205,20 @@ def language_page() -> str:
 
 def python_page() -> str:
     """The public functions of `attngen`, with their docstrings."""
-    functions = [(name, getattr(attngen, name)) for name in attngen.__all__ if not name.startswith("_")]
-    functions.append(("integrations.transformers.register", register))
+    functions = {name: home for name in attngen.__all__ if (home := attngen._HOMES.get(name))}
+    functions["integrations.transformers.register"] = "attngen.integrations.transformers"
     return rendered(
-        "python.md.jinja",
-        functions=[(name, f"attngen.{name}{inspect.signature(f)}", inspect.getdoc(f) or "") for name, f in functions],
+        "python.md.jinja", functions=[_function(f"attngen.{name}", home) for name, home in functions.items()]
     )
+
+
+def _function(shown: str, home: str) -> Signature:
+    """The signature of a function, from the code of the module that defines it, which need not be imported."""
+    found = importlib.util.find_spec(home)
+    assert found is not None and found.origin is not None
+    name = shown.rpartition(".")[2]
+    body = ast.parse(Path(found.origin).read_text(encoding="utf-8")).body
+    return next(signature(shown, node) for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
 def commands_page() -> str:
