@@ -26,7 +26,7 @@ from attngen.scores import score_registry
 from attngen.spec import Spec
 from docs.site.committed import spec_files
 from docs.site.pages import MOST_MB, OUTSIDE, cell, code, figures_css, relinked, size_of, variants_page
-from docs.site.pictures import with_pictures
+from docs.site.images import with_pictures
 from docs.site.progress import Progress
 from docs.site.reference import example, reference_pages
 from docs.site.specs import make_pages

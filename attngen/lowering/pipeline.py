@@ -97,20 +97,25 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
     )
 
 
-def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tuple[str, Module]]:
-    """Yield (name of the pass, verified module after it), from `build`, the logical module, to the target module."""
+def stages(
+    spec: Spec, tables: Mapping[str, Table] | None = None, verify_each: bool = True
+) -> Iterator[tuple[str, Module]]:
+    """Yield (name of the pass, module after it), from `build`, the logical module, to the target module.
+
+    verify_each: verify the module after each pass; otherwise only the first and the last one.
+    """
     module = verify(build_module(spec))
-    yield from _run(module, passes(spec, module, tables))
+    yield from _run(module, passes(spec, module, tables), verify_each)
 
 
-def _run(module: Module, to_run: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
+def _run(module: Module, to_run: Iterable[Pass], verify_each: bool = True) -> Iterator[tuple[str, Module]]:
     """Yield (`build`, module) for the initial module, then (name of the pass, module) after each pass. Each module is
-    verified, or only the last one if VERIFY_EACH is false."""
+    verified, or only the last one if `verify_each` or VERIFY_EACH is false."""
     yield "build", module
     *rest, last = to_run
     for step in rest:
         module = step.run(module)
-        yield step.name, verify(module) if VERIFY_EACH else module
+        yield step.name, verify(module) if verify_each and VERIFY_EACH else module
     yield last.name, verify(last.run(module))
 
 

@@ -16,6 +16,7 @@ from attngen.report.page import environment
 from attngen.spec import parse_spec
 from docs.site.committed import spec_files
 
+MOST_MB = 40  # size of the site
 NOTEBOOK_PAGE = "quickstart.md"
 # Files outside docs/ that are pages of the site.
 OUTSIDE = {
@@ -104,3 +105,11 @@ def relinked(markdown: str, place: str) -> str:
         )
 
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)", relink, markdown)
+
+
+def size_of(folder: Path) -> float:
+    """The size of a built site in MB. Raise ValueError if it is too large."""
+    megabytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+    if megabytes > MOST_MB:
+        raise ValueError(f"{folder} has {megabytes:.1f} MB; expected {MOST_MB} at most")
+    return megabytes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
-from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from attngen.cli.common import load_specs, make_each
+from attngen.cache.collector import paused
 from attngen.codegen.signature import signatures
 from attngen.cost.roofline import Problem
 from attngen.ir.heads import SHARINGS
@@ -17,7 +20,7 @@ from attngen.report.listing import highlight
 from attngen.report.mathml import MathML
 from attngen.report.page import meaning, page
 from attngen.report.tilemap import tile_maps
-from attngen.spec import Spec
+from attngen.spec import Spec, load_spec
 from docs.site.committed import ROOT, spec_files
 from docs.site.pages import rendered
 
@@ -33,19 +36,31 @@ class SpecPages(NamedTuple):
     explained: str
 
 
-def spec_pages() -> Iterator[SpecPages]:
-    """The pages of all specs, made by as many processes as there are cores."""
-    made, wrong = make_each(make_pages, load_specs(spec_files()))
-    if wrong:
-        raise RuntimeError("\n".join(wrong))
-    return iter(made)
+@cache
+def started() -> dict[str, Future[SpecPages]]:
+    """The pages of all specs by name, which as many processes as there are cores begin to make, the longest first."""
+    paths = spec_files()
+    pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn"))
+    futures = {path.stem: pool.submit(pages_of, path) for path in sorted(paths, key=_length, reverse=True)}
+    pool.shutdown(wait=False)
+    return {path.stem: futures[path.stem] for path in paths}
+
+
+def _length(path: Path) -> int:
+    return (ROOT / "generated" / path.stem / "schedule.ir").stat().st_size
+
+
+def pages_of(path: Path) -> SpecPages:
+    """Both pages of a spec's file."""
+    with paused():
+        return make_pages(path, load_spec(path))
 
 
 def make_pages(path: Path, spec: Spec) -> SpecPages:
     """Both pages of a spec, with the code that is committed for it."""
     text, folder = path.read_text(encoding="utf-8"), ROOT / "generated" / spec.name
     files = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir() if file.is_file()}
-    steps = list(stages(spec))
+    steps = list(stages(spec, verify_each=False))  # tests verify the committed specs after each pass
     problem = Problem(q_heads=Q_HEADS, kv_heads=SHARINGS[spec.heads.sharing].kv_heads(Q_HEADS, GROUPS))
     logical, module, sample = steps[0][1], steps[-1][1], Sample(spec)
     about = " ".join(line.lstrip("# ") for line in re.match(r"(?:#.*\n)*", text)[0].splitlines())  # type: ignore[index]
