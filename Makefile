@@ -30,11 +30,11 @@ help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
 	@echo "make test      the tests of a push (CPU: Triton's interpreter; with CUDA: on the device)"
 	@echo "make lint      ruff and mypy"
-	@echo "make docs      the site of the docs, into site/; a link that leads nowhere fails it"
-	@echo "make docs-check  look at the site in Chromium: 400 and 1400 pixels wide, light and dark"
+	@echo "make docs      the site of the docs, into site/; a link that leads nowhere and a picture without a dark form fail it"
+	@echo "make docs-check  read all pages of the site in Chromium: 400 and 1400 pixels wide, light and dark"
 	@echo "make verify    compile, without a GPU, the kernels that changed and a share of the others"
 	@echo "make verify-all  compile every kernel for every target"
-	@echo "make nightly   verify-all, all tests, a million checks of random masks, the mutations; writes tests/record.json"
+	@echo "make nightly   verify-all, docs-check, all tests, a million checks of random masks, the mutations; writes tests/record.json"
 	@echo "make versions  a short suite under each supported torch and Triton, in environments of their own (VERSIONS=DIR, 6 GB each)"
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
@@ -96,6 +96,7 @@ verify-all: $(READY)
 
 # Other masks every night: the date is the seed.
 nightly: verify-all
+	$(MAKE) docs-check
 	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly" --write-record
 	$(PYTHON) -m tests.transforms.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
 	$(PYTHON) -m tests.mutations
