@@ -25,8 +25,8 @@ from attngen.masks import Mask, registry
 from attngen.scores import score_registry
 from attngen.spec import Spec
 from docs.site.committed import spec_files
-from docs.site.pages import MOST_MB, OUTSIDE, cell, code, figures_css, relinked, size_of, variants_page
 from docs.site.images import with_pictures
+from docs.site.pages import MOST_MB, OUTSIDE, cell, code, description, figures_css, relinked, size_of, variants_page
 from docs.site.progress import Progress
 from docs.site.reference import example, reference_pages
 from docs.site.specs import make_pages
@@ -176,6 +176,11 @@ def test_pictures_are_shown_in_the_scheme_of_the_reader(tmp_path: Path) -> None:
         with_pictures('<img src="../bench/y.svg">', "page/", file_of)
     with pytest.raises(ValueError, match=r"^the picture bench/z.svg is not in docs/$"):
         with_pictures('<img src="../bench/z.svg">', "page/", file_of)
+
+
+def test_a_page_is_described_by_its_first_paragraph() -> None:
+    assert description("<h1>A</h1>\n<p>The <code>a &lt; b</code>\nof it.</p><p>More.</p>") == "The a < b of it."
+    assert description("<h1>A</h1>") == "" and description(f"<p>{'word ' * 99}</p>").endswith("word word ...")
 
 
 def test_a_large_site_is_refused(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from rich.progress import TaskID
 
 from attngen.errors import AttngenError
 from docs.site.committed import ROOT, spec_files
-from docs.site.notebook import notebook_page
-from docs.site.pages import NOTEBOOK_PAGE, OUTSIDE, figures_css, relinked, size_of, variants_page
 from docs.site.images import with_pictures
+from docs.site.notebook import notebook_page
+from docs.site.pages import NOTEBOOK_PAGE, OUTSIDE, description, figures_css, relinked, size_of, variants_page
 from docs.site.progress import Progress
 from docs.site.reference import reference_pages
 from docs.site.specs import SpecPages, started
@@ -93,7 +93,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show each picture in the reader's colour scheme."""
+    """Show each picture in the reader's colour scheme, and describe the page by its first paragraph."""
+    page.meta.setdefault("description", description(html) or config.site_description)
 
     def file_of(path: str) -> Path | None:
         file = files.get_file_from_path(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from functools import cache
-from html import escape
+from html import escape, unescape
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from attngen.spec import parse_spec
 from docs.site.committed import spec_files
 
 MOST_MB = 40  # size of the site
+DESCRIPTION = 200  # letters of a description
 NOTEBOOK_PAGE = "quickstart.md"
 # Files outside docs/ that are pages of the site.
 OUTSIDE = {
@@ -113,3 +114,10 @@ def size_of(folder: Path) -> float:
     if megabytes > MOST_MB:
         raise ValueError(f"{folder} has {megabytes:.1f} MB; expected {MOST_MB} at most")
     return megabytes
+
+
+def description(html: str) -> str:
+    """The description of a page for search engines: the beginning of its first paragraph, without markup."""
+    found = re.search(r"<p>(.*?)</p>", html, re.DOTALL)
+    text = " ".join(unescape(re.sub(r"<[^>]*>", "", found[1])).split()) if found else ""
+    return text if len(text) <= DESCRIPTION else f"{text[:DESCRIPTION].rpartition(' ')[0]} ..."
