@@ -24,7 +24,7 @@ TORCH := $(shell grep '^torch==' requirements-cpu.txt)
 MKDOCS := $(shell grep -o 'mkdocs-material==[0-9.]*' pyproject.toml)
 SELENIUM := $(shell grep -o 'selenium>=[0-9.]*' pyproject.toml)
 
-.PHONY: help ready docs-ready demo test lint docs docs-check verify verify-all nightly versions regen gpu-test soak sanitize
+.PHONY: help ready docs-ready browser-ready demo test lint docs docs-check verify verify-all nightly versions regen gpu-test soak sanitize
 
 help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
@@ -34,7 +34,7 @@ help:
 	@echo "make docs-check  read all pages of the site in Chromium: 400 and 1400 pixels wide, light and dark"
 	@echo "make verify    compile, without a GPU, the kernels that changed and a share of the others"
 	@echo "make verify-all  compile every kernel for every target"
-	@echo "make nightly   verify-all, docs-check, all tests, a million checks of random masks, the mutations; writes tests/record.json"
+	@echo "make nightly   verify-all, all tests, a million checks of random masks, the mutations, docs-check; writes tests/record.json"
 	@echo "make versions  a short suite under each supported torch and Triton, in environments of their own (VERSIONS=DIR, 6 GB each)"
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
@@ -84,8 +84,10 @@ lint: $(READY)
 docs: docs-ready
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
-docs-check: docs
+browser-ready: docs-ready
 	$(if $(READY),$(INSTALL) "$(SELENIUM)")
+
+docs-check: browser-ready docs
 	$(PYTHON) -m docs.site.check
 
 verify: $(READY)
@@ -96,10 +98,11 @@ verify-all: $(READY)
 
 # Other masks every night: the date is the seed.
 nightly: verify-all
-	$(MAKE) docs-check
+	$(MAKE) browser-ready
 	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly" --write-record
 	$(PYTHON) -m tests.transforms.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
 	$(PYTHON) -m tests.mutations
+	$(MAKE) docs-check
 
 # Each pair of torch and Triton is installed once, with the default package index: a build for CUDA, which runs on a CPU too.
 versions:

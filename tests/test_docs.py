@@ -281,7 +281,7 @@ def test_the_workflow_runs_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     nightly = makefile.partition("\nnightly: verify-all\n")[2].partition("\n\n")[0]
     assert '-m "nightly or not nightly"' in nightly and "test_random_masks" in nightly
-    assert "$(MAKE) docs-check\n" in nightly
+    assert "$(MAKE) browser-ready\n" in nightly and nightly.endswith("$(MAKE) docs-check")
     assert "attngen verify --all\n" in makefile.partition("\nverify-all:")[2]
     assert "attngen verify --all --changed\n" in makefile.partition("\nverify:")[2]
     recipe = makefile.partition("\ngpu-test:")[2]
