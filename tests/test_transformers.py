@@ -15,7 +15,7 @@ from transformers import masking_utils as masks
 from attngen.conformance.oracle import relative_error
 from attngen.errors import AttngenError
 from attngen.integrations.transformers import attend as attends
-from attngen.integrations.transformers import register
+from attngen.integrations.transformers import fallback, register
 from attngen.integrations.transformers.mask import mask_of
 from tests import transformers_models
 from tests.conftest import CUDA
@@ -24,7 +24,9 @@ from tests.transformers_models import (
     DECODERS,
     DEVICE,
     ENCODERS,
+    HEADS,
     MODELS,
+    SIZES,
     WORDS,
     N,
     Tensor,
@@ -228,7 +230,7 @@ def test_image_spans_of_a_mask_are_traced() -> None:
 
 def with_fallback(model: Any, **call: Any) -> tuple[Any, str]:
     """Return the output of a call, and the warning that says why it falls back."""
-    attends._WARNED.clear()
+    fallback.WARNED.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = model(**call)
@@ -271,7 +273,7 @@ def test_unsupported_calls_fall_back_with_one_warning() -> None:
 
 def test_each_reason_and_class_of_layers_has_one_warning() -> None:
     """Reasons contain sizes of the first call. Longer sequences and other batches give no new warning."""
-    attends._WARNED.clear()
+    fallback.WARNED.clear()
     models = [made("llama"), made("llama"), made("gemma2")]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -295,6 +297,23 @@ def test_keys_that_a_layer_chose_are_refused() -> None:
         AttngenError, match="Linear gives its attention `indices`, the keys that it chose, in place of a mask"
     ):
         attends.attend(torch.nn.Linear(1, 1), x, x, x, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
+
+
+def small(kind: str, **sizes: Any) -> Any:
+    """Return a model of one layer that was made with attngen."""
+    config = tf.AutoConfig.for_model(kind, **{**SIZES, **HEADS, "num_hidden_layers": 1, **sizes})
+    return tf.AutoModelForCausalLM.from_config(config, attn_implementation="attngen").to(DEVICE)
+
+
+def test_layers_that_drop_or_outgrow_the_mask_are_refused() -> None:
+    """Doge adds its mask to one of its own only if it has elements. DeepSeek 4 appends compressed keys, and extends a
+    mask only if it is a tensor."""
+    ids = torch.full((1, N), 5, device=DEVICE)
+    with pytest.raises(AttngenError, match="DogeAttention drops the model's mask, which has no elements; attngen"):
+        small("doge")(ids, use_cache=False)
+    kind = "heavily_compressed_attention"
+    with pytest.raises(AttngenError, match="DeepseekV4Attention has a mask of 21 keys and attends to 23; attngen"):
+        small("deepseek_v4", layer_types=[kind], compress_rates={kind: 8})(ids, use_cache=False)
 
 
 def test_a_mask_that_cannot_be_traced_falls_back() -> None:

@@ -18,7 +18,7 @@ import yaml
 from attngen.cli import main
 from attngen.errors import AttngenError
 from attngen.integrations.transformers import attend as attends
-from attngen.integrations.transformers import register
+from attngen.integrations.transformers import fallback, register
 from attngen.integrations.transformers.ahead import specs_for
 from attngen.integrations.transformers.formula import Formula
 from attngen.spec import parse_spec
@@ -168,7 +168,7 @@ def test_a_folder_that_is_registered_later_is_used_and_a_missing_module_is_a_war
 ) -> None:
     monkeypatch.setattr(attends, "FOUND", {})
     monkeypatch.setattr(attends, "_MODULES", {})
-    monkeypatch.setattr(attends, "_WARNED", set())
+    monkeypatch.setattr(fallback, "WARNED", set())
     model, ids = made("llama"), torch.randint(3, WORDS, (1, 9), device=DEVICE)
     model.set_attn_implementation("attngen")
     register()
@@ -186,7 +186,7 @@ def test_a_folder_that_is_registered_later_is_used_and_a_missing_module_is_a_war
         model(ids)
     assert list(attends._MODULES.values()) == [first]
     register(tmp_path / "mine")
-    attends._WARNED.clear()
+    fallback.WARNED.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(ids)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,7 @@ import torch
 
 from attngen.errors import AttngenError
 from attngen.frontends.pairs import plan_arguments
+from attngen.integrations.transformers.fallback import run_by_eager, warn_once
 from attngen.integrations.transformers.formula import Formula, in_documents
 from attngen.integrations.transformers.mask import Mask, mask_of
 from attngen.lang.limits import WIDEST_HEAD
@@ -59,10 +59,8 @@ SPAN: dict[str, Any] = {
     "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
     "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
 }
-CHOSEN = ("indices", "block_indices")  # arguments with the keys that a layer chose: only eager's mask includes them
 LONGEST_NAME = 64  # maximum length of a spec's name
 MOST_QUERIES = 16  # maximum number of queries of a sequence for split-KV kernels
-_WARNED: set[Hashable] = set()  # the subjects of printed warnings
 
 
 Padded = Literal["", "spans", "padded"]  # which keys are not padding: all, a contiguous span, or any
@@ -205,7 +203,7 @@ def attend(
         _RECORDING[-1][1].append(why)
         return _zeros(query, value), None
     if why or not isinstance(mask, Mask):
-        return _by_eager(why, module, query, key, value, mask, {**given, **more})
+        return run_by_eager(why, module, query, key, value, mask, {**given, **more})
     layer = _layer(query, key, value, dropout, softcap, s_aux is not None, position_bias is not None, decodes)
     if _RECORDING:
         _RECORDING[-1][0].append((layer, mask.formula))
@@ -427,18 +425,11 @@ def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
             ahead = FOUND.get(make_spec(data).hash()) if FOUND else None
             found = _MODULES[key] = ahead or build(data)
         if FOUND and ahead is None:
-            _warn(
+            warn_once(
                 f"no module that `register` was given is of `{data['name']}`; it was built now, or is the cache's",
                 data["name"],
             )
     return found
-
-
-def _warn(text: str, about: Hashable) -> None:
-    """Warn, once per `about`."""
-    if about not in _WARNED:
-        _WARNED.add(about)
-        warnings.warn(f"attngen: {text}", stacklevel=5)
 
 
 def _with_plan(
@@ -453,46 +444,3 @@ def _with_plan(
         given = {"q": query, "k": key, "n_q": query.shape[2], "n_kv": key.shape[2], **inputs}
         mask.plans[at] = make(**{name: given[name] for name in plan_arguments(built) if name in given})
     return {**inputs, "plan": mask.plans[at]}
-
-
-# ------------------------------------------------------------------------------------- layers that attngen cannot run
-
-
-def _by_eager(
-    why: str,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    more: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the layer by the model's own eager function. Warn with the reason, once per reason and class of layers."""
-    if chosen := next((name for name in CHOSEN if more.get(name) is not None), ""):
-        raise AttngenError(
-            f"transformers: {type(module).__name__} gives its attention `{chosen}`, the keys that it chose, in place "
-            f'of a mask; attngen cannot run this model: use another attn_implementation for it, such as "eager"'
-        )
-    eager = _eager(type(module))
-    if eager is None:
-        raise AttngenError(f"transformers: {why}, and {type(module).__name__} has no eager function to fall back to")
-    without_sizes = re.sub(r"\d+", "n", why)  # sizes of a call grow with each token
-    _warn(f"{why}; such layers run by the model's eager attention", (type(module), without_sizes))
-    dense = mask.dense() if isinstance(mask, Mask) else mask
-    if dense.dtype == torch.bool:
-        hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
-        dense = torch.where(dense, torch.zeros_like(hidden), hidden)
-    optional = ("softcap", "s_aux", "position_bias")
-    return eager(
-        module, query, key, value, dense, **{k: x for k, x in more.items() if k not in optional or x is not None}
-    )
-
-
-def _eager(layer: type) -> Any:
-    """Return the eager function that a layer's class names in its `forward`; None if there is none."""
-    for cls in layer.__mro__:
-        code = getattr(cls.__dict__.get("forward"), "__code__", None)
-        for name in getattr(code, "co_names", ()):
-            if name.endswith("eager_attention_forward"):
-                return getattr(sys.modules[cls.__module__], name, None)
-    return None
