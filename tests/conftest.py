@@ -137,6 +137,7 @@ SLOW = (
     "test_run.py",
     "test_example.py",
     "test_transformers.py",
+    "test_transformers_families.py",
     "test_transformers_formulas.py",
     "test_transformers_specs.py",
     "test_wheel.py",

@@ -148,6 +148,7 @@ def test_links_are_rewritten_for_the_site() -> None:
         relinked("[a](../specs/causal_mqa.yaml) [b](../specs)", "index.md")
         == "[a](specs/causal_mqa.md) [b](specs/index.md)"
     )
+    assert relinked("[a](../site/models.yaml)", "cookbook/huggingface.md") == "[a](../models.md)"
     # Not in the site, so MkDocs refuses them
     assert relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"
     assert relinked("[a](../README.md)", "index.md") == "[a](../README.md)"
@@ -219,7 +220,7 @@ def test_the_navigation_has_every_page_that_is_written_by_hand() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"[\w/-]+\.md", text.partition("\nnav:\n")[2]))
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert written | set(REFERENCE) | set(OUTSIDE.values()) | {"specs/index.md"} == listed
+    assert written | set(REFERENCE) | set(OUTSIDE.values()) | {"specs/index.md", "models.md"} == listed
 
 
 def test_ci_builds_the_site() -> None:

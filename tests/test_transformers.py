@@ -21,7 +21,6 @@ from tests import transformers_models
 from tests.conftest import CUDA
 from tests.helpers import ROOT
 from tests.transformers_models import (
-    DECODERS,
     DEVICE,
     ENCODERS,
     HEADS,
@@ -37,23 +36,6 @@ from tests.transformers_models import (
 )
 
 cache = transformers_models.cache  # a fixture
-
-
-@pytest.mark.share(64)
-@pytest.mark.parametrize("name", MODELS)
-def test_models_agree_with_their_eager_attention(name: str) -> None:
-    """Logits and all gradients agree in fp32, for sequences of one length, padded on both sides, and packed, without a
-    warning."""
-    if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
-        pytest.fail("fp32 is not fp32 here")
-    model = made(name)
-    for call, counted in calls(name, N):
-        expected = run(model, "eager", call, counted)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            found = run(model, "attngen", call, counted)
-        for x, y in zip(found, expected):
-            assert relative_error(x, y) < 2e-5
 
 
 @pytest.mark.gpu
@@ -81,30 +63,6 @@ def test_errors_in_bf16_are_at_most_twice_those_of_eager(name: str) -> None:
         naive, ours = (run(model, how, call, counted) for how in ("eager", "attngen"))
         for x, y, right in zip(ours, naive, truth):
             assert relative_error(x, right) <= 2 * relative_error(y, right)
-
-
-@pytest.mark.share(64)
-@pytest.mark.parametrize("name", [*DECODERS, "t5"])
-def test_models_generate_the_same_tokens(name: str) -> None:
-    """Tokens are the same with dynamic and static caches, with padding on the left, and with windows and chunks shorter
-    than the sequences."""
-    model = made(name)
-    ids = torch.randint(3, WORDS, (2, 11), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    asked = {
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "eos_token_id": WORDS - 1,
-        "disable_compile": True,
-    }
-    for kind in ("dynamic", "static"):
-        answers = []
-        for how in ("eager", "attngen"):
-            model.set_attn_implementation(how)
-            answers.append(model.generate(ids, attention_mask=mask, cache_implementation=kind, **asked))
-        assert torch.equal(*answers)
 
 
 @pytest.mark.share(8)

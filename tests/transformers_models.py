@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 from attngen.integrations.transformers import register
+from docs.site.models import families
 from tests.conftest import CUDA
 
 
@@ -25,7 +26,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 Tensor = torch.Tensor
 DEVICE = "cuda" if CUDA else "cpu"
 WORDS = 67
+IMAGE = 66  # the token in place of which an image stands
 N = 21  # tokens of a sequence
+FAMILIES = {family.name: family for family in families()}
 SIZES = {
     "vocab_size": WORDS,
     "hidden_size": 32,
@@ -34,66 +37,19 @@ SIZES = {
     "max_position_embeddings": 4096,
 }
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BERT = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 8}
-KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Families with more calls than others: packed sequences, static caches, bf16 on a GPU.
+DECODERS = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "llama4")
+ENCODERS = ("bert", "modernbert", "vit")
+MODELS = (*DECODERS, *ENCODERS, "t5")
 
 
-def lm(config: type, **more: Any) -> Callable[..., Any]:
-    """Return a constructor of a language model, whose sizes may be overridden."""
-    return lambda **sizes: tf.AutoModelForCausalLM.from_config(config(**{**SIZES, **HEADS, **TOKENS, **more, **sizes}))
-
-
-DECODERS: dict[str, Callable[..., Any]] = {
-    "llama": lm(tf.LlamaConfig),
-    "mistral": lm(tf.MistralConfig, sliding_window=8),
-    "qwen3": lm(tf.Qwen3Config),
-    "gemma2": lm(tf.Gemma2Config, **KINDS, query_pre_attn_scalar=16, attn_logit_softcapping=5.0),
-    "gemma3": lm(tf.Gemma3TextConfig, **KINDS, query_pre_attn_scalar=16),
-    "gpt_oss": lm(tf.GptOssConfig, **KINDS, num_local_experts=2, num_experts_per_tok=2),
-    "llama4": lm(
-        tf.Llama4TextConfig,
-        attention_chunk_size=8,
-        intermediate_size_mlp=32,
-        num_local_experts=2,
-        num_experts_per_tok=2,
-        layer_types=["chunked_attention", "full_attention"],
-        no_rope_layers=[1, 0],
-    ),
-}
-ENCODERS: dict[str, Callable[..., Any]] = {
-    "bert": lambda **sizes: tf.BertModel(tf.BertConfig(**{**SIZES, **HEADS, **NO_DROPOUT, **sizes})),
-    "modernbert": lambda **sizes: tf.ModernBertModel(
-        tf.ModernBertConfig(**{**SIZES, **HEADS, **TOKENS, **BERT, **sizes})
-    ),
-    "vit": lambda **sizes: tf.ViTModel(
-        tf.ViTConfig(**{**SIZES, **HEADS, **NO_DROPOUT, "image_size": 32, "patch_size": 8, **sizes})
-    ),
-}
-
-
-def t5(**sizes: Any) -> Any:
-    width, heads = sizes.get("head_dim", 16), sizes.get("num_attention_heads", 2)
-    data = {
-        "vocab_size": WORDS,
-        "d_model": 32,
-        "d_kv": width,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": heads,
-        "dropout_rate": 0.0,
-    }
-    return tf.T5ForConditionalGeneration(tf.T5Config(**data, decoder_start_token_id=0))
-
-
-MODELS = {**DECODERS, **ENCODERS, "t5": t5}
-
-
-def made(name: str, **sizes: Any) -> Any:
-    """Return a model with random weights, none of which is zero or one."""
+def made(name: str, how: str | None = None, **sizes: Any) -> Any:
+    """Return a model with random weights, none of which is zero or one. how: its attention implementation."""
+    family = FAMILIES[name]
     torch.manual_seed(0)
-    model = MODELS[name](**sizes).to(DEVICE).eval()
+    config = tf.AutoConfig.for_model(family.type, **{**family.sizes, **sizes})
+    chosen = {} if how is None else {"attn_implementation": how}
+    model = getattr(tf, family.model).from_config(config, **chosen).to(DEVICE).eval()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.02 * torch.randn_like(p)
@@ -108,30 +64,53 @@ def lengths(n: int) -> Tensor:
     return mask
 
 
-def calls(name: str, n: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield calls of a model, each with the positions whose outputs count."""
-    g = torch.Generator().manual_seed(1)
-    if name == "vit":
-        pixels = torch.randn(2, 3, 32, 32, generator=g).to(DEVICE)
-        yield {"pixel_values": pixels}, torch.ones(2, 17, dtype=torch.bool, device=DEVICE)
+def calls(name: str, n: int) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+    """Yield calls of a model, each with the positions whose outputs count; None means all."""
+    family, g = FAMILIES[name], torch.Generator().manual_seed(1)
+    ids = torch.randint(3, WORDS if family.images is None else 62, (2, n), generator=g).to(DEVICE)
+    call = {key: given(x, g).to(DEVICE) for key, x in family.inputs.items()}
+    decoder = {"decoder_input_ids": ids[:, : n // 2]} if "Seq2Seq" in family.model else {}
+    if family.images is not None:
+        yield with_images(family.images, ids, call), None
         return
-    ids = torch.randint(3, WORDS, (2, n), generator=g).to(DEVICE)
-    whole, padding = torch.ones_like(ids, dtype=torch.bool), lengths(n).to(DEVICE)
-    more = {"decoder_input_ids": ids[:, : n // 2]} if name == "t5" else {} if name in ENCODERS else {"use_cache": False}
-    of_decoder = whole[:, : n // 2] if name == "t5" else None
-    yield {"input_ids": ids, **more}, whole if of_decoder is None else of_decoder
-    yield {"input_ids": ids, "attention_mask": padding, **more}, padding.bool() if of_decoder is None else of_decoder
+    if call:
+        yield {**call, **decoder}, None
+        return
+    more = {"use_cache": False} if family.model == "AutoModelForCausalLM" else decoder
+    padding = lengths(n)
+    if name in MODELS:
+        yield {"input_ids": ids, **more}, None
+    yield {"input_ids": ids, "attention_mask": padding, **more}, None if decoder else padding.bool()
     if name in DECODERS:
         cuts = torch.cat([torch.arange(n // 3), torch.arange(n - n // 3)])[None].expand(2, -1).to(DEVICE)
-        yield {"input_ids": ids, "position_ids": cuts, **more}, whole
+        yield {"input_ids": ids, "position_ids": cuts, **more}, None
 
 
-def run(model: Any, how: str, call: dict[str, Any], counted: Tensor) -> tuple[Tensor, Tensor]:
+def given(data: list[Any], g: torch.Generator) -> Tensor:
+    """Return an input of a model: of this shape, or with these values if it is a nested list."""
+    return torch.tensor(data) if isinstance(data[0], list) else torch.randn(data, generator=g)
+
+
+def with_images(count: int, ids: Tensor, call: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a call of text, in which `count` tokens are those of an image."""
+    if count:
+        ids[:, 1], ids[:, 2 : 2 + count], ids[:, 2 + count] = 62, IMAGE, 63
+    call |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "image_grid_thw" in call:
+        call["mm_token_type_ids"] = (ids == IMAGE).int()
+    if "aspect_ratio_ids" in call:
+        call["cross_attention_mask"] = torch.ones_like(ids)[:, :, None, None]
+    return call
+
+
+def run(model: Any, how: str, call: dict[str, Any], counted: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the outputs that count, and all gradients in one vector."""
     model.set_attn_implementation(how)
     model.zero_grad()
-    out = model(**call)
-    out = (out.logits if "logits" in out else out.last_hidden_state)[counted]
+    torch.manual_seed(3)
+    found = model(**call)
+    out = next(found[key] for key in ("logits", "last_hidden_state", "logits_per_image") if key in found)
+    out = out if counted is None else out[counted]
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     (out.float() * weights.float()).mean().backward()
     return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -18,6 +18,7 @@ from rich.progress import TaskID
 from attngen.errors import AttngenError
 from docs.site.committed import ROOT, spec_files
 from docs.site.images import with_pictures
+from docs.site.models import models_page
 from docs.site.notebook import notebook_page
 from docs.site.pages import NOTEBOOK_PAGE, OUTSIDE, description, figures_css, relinked, size_of, variants_page
 from docs.site.progress import Progress
@@ -37,6 +38,7 @@ def generated() -> dict[str, str]:
         page: (ROOT / source).read_text(encoding="utf-8") for source, page in OUTSIDE.items() if page != NOTEBOOK_PAGE
     }
     files |= {NOTEBOOK_PAGE: notebook_page(), "assets/figures.css": figures_css(), "specs/index.md": variants_page()}
+    files["models.md"] = models_page()
     return files | reference_pages()
 
 

@@ -36,6 +36,7 @@ LINK_TARGETS = {
     "attngen/api.py": "reference/python.md",
     "attngen/cli": "reference/commands.md",
     "attngen/(ir|transforms|verify)": "reference/ir.md",
+    "docs/site/models.yaml": "models.md",
 }
 
 
@@ -98,7 +99,8 @@ def relinked(markdown: str, place: str) -> str:
     def relink(found: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
         pages = (match.expand(page) for pattern, page in LINK_TARGETS.items() if (match := re.fullmatch(pattern, path)))
-        target = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else next(pages, None))
+        inside = path.removeprefix("docs/") if path.startswith("docs/") else None
+        target = OUTSIDE.get(path) or next(pages, inside)
         return (
             found[0]
             if target is None
