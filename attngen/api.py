@@ -23,6 +23,7 @@ from attngen.cache.collector import paused
 from attngen.cache.fingerprint import hashed
 from attngen.cache.loader import forget, import_source, read_source
 from attngen.errors import AttngenError, SpecError, last_line
+from attngen.specs import find_spec
 
 if TYPE_CHECKING:
     from attngen.spec import Spec
@@ -41,8 +42,10 @@ def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
     """Compile a spec and import the module. A later call, in this or another process, takes it from the cache.
 
     Args:
-        spec: plain data, such as {"name": "mine", "head_dim": 64, "mask": "causal"}; the path of a YAML file; or a
-            Spec.
+        spec: plain data, such as {"name": "mine", "head_dim": 64, "mask": "causal"}; the path of a YAML file; a name,
+            such as "causal_gqa", which stands for specs/causal_gqa.yaml in the current folder, or else for the spec of
+            that name that attngen ships; or a Spec. Text without a separator and without a suffix is a name, even if
+            there is such a file: write "./causal_gqa" for that.
 
     Returns:
         The generated module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module. Specs with equal
@@ -181,22 +184,23 @@ def _request(spec: Any) -> tuple[bytes, Callable[[], Spec], Path | None]:
             return b"data" + marshal.dumps(spec, 2), lambda: _spec_of(spec), None
         spec = _spec_of(spec)
     elif isinstance(spec, (str, os.PathLike)):
-        path = Path(spec)
+        path = find_spec(spec) if isinstance(spec, str) else Path(spec)
         with suppress(OSError, ValueError):
             with path.open("rb") as file:
                 data = file.read(2**20)  # specs are shorter; longer files are refused
             return b"file" + data, lambda: _spec_in(data, path), path
         if "\n" in str(spec):
             raise SpecError(
-                "attngen.build: the text is not a path; expected the path of a YAML file, or plain data, "
-                "as yaml.safe_load gives"
+                "attngen.build: the text is not a path; expected the path of a YAML file, the name of a spec, or plain "
+                "data, as yaml.safe_load gives"
             )
         spec = _spec_at(path)
     from attngen.spec import Spec
 
     if not isinstance(spec, Spec):
         raise SpecError(
-            f"attngen.build: got {_kind(spec)}; expected the path of a YAML file, a dict of plain data, or a Spec"
+            f"attngen.build: got {_kind(spec)}; expected the path of a YAML file, the name of a spec, a dict of plain "
+            "data, or a Spec"
         )
     return b"spec" + spec.hash().encode(), lambda: spec, None
 

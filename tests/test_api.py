@@ -20,8 +20,9 @@ from attngen.cache import store
 from attngen.codegen.files import write_module
 from attngen.errors import AttngenError, SpecError
 from attngen.spec import load_spec, make_spec
+from attngen.specs import find_spec, known_specs
 from tests import module_cache_common
-from tests.helpers import ROOT
+from tests.helpers import ROOT, SPECS
 from tests.module_cache_common import SPEC, is_right, qkv, script
 
 cache, compiled = module_cache_common.cache, module_cache_common.compiled  # fixtures
@@ -71,7 +72,7 @@ def test_building_a_known_dict_takes_microseconds() -> None:
     assert time.process_time() - start < 0.5  # half a millisecond each; it takes some microseconds
 
 
-EXPECTED = "expected the path of a YAML file, a dict of plain data, or a Spec"
+EXPECTED = "expected the path of a YAML file, the name of a spec, a dict of plain data, or a Spec"
 WRONG = [
     (None, f"attngen.build: got None; {EXPECTED}"),
     ([SPEC], f"attngen.build: got a value of type `list`; {EXPECTED}"),
@@ -82,11 +83,19 @@ WRONG = [
     (
         YAML,
         (
-            "attngen.build: the text is not a path; expected the path of a YAML file, or plain data, as "
-            "yaml.safe_load gives"
+            "attngen.build: the text is not a path; expected the path of a YAML file, the name of a spec, or plain "
+            "data, as yaml.safe_load gives"
         ),
     ),
     ("none/such.yaml", "none/such.yaml: there is no such file; `attngen new NAME` writes a spec to start from"),
+    (
+        "causal_gqq",
+        "there is no spec `causal_gqq`; expected one of specs/, one that attngen ships, or a path; did you mean "
+        "`causal_gqa`?",
+    ),
+    ("zzz", "there is no spec `zzz`; expected one of specs/, one that attngen ships, or a path; `attngen new NAME`"),
+    ("./causal_gqa", "causal_gqa: there is no such file; "),
+    (Path("causal_gqa"), "causal_gqa: there is no such file; "),
     (ROOT / "specs", f"{ROOT / 'specs'}: cannot be read (Is a directory); expected a YAML spec"),
 ]
 
@@ -100,6 +109,20 @@ def test_wrong_specs_get_one_sentence(wrong: Any, sentence: str, cache: Path) ->
         and "\n" not in str(caught.value).removeprefix("spec: `name`").partition("\nspec")[0]
     )
     assert store.modules() == []
+
+
+def test_a_name_is_a_spec_of_the_folder_or_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and folders that have the name alone are not meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full_mha").mkdir()
+    (tmp_path / "full_mha.yaml").write_text("name: other\nhead_dim: 64\n")
+    (tmp_path / "causal_mha").write_text("name: bare\nhead_dim: 64\n")
+    assert find_spec("full_mha") == ROOT / "specs" / "full_mha.yaml"
+    assert find_spec("./causal_mha") == Path("causal_mha") and find_spec("full_mha.yaml") == Path("full_mha.yaml")
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs" / "causal_mha.yaml").write_text("name: own\nhead_dim: 16\nschedule: {backend: triton}\n")
+    assert attngen.build("causal_mha") is attngen.build("specs/causal_mha.yaml")
+    assert sorted(known_specs()) == SPECS and known_specs()["causal_mha"] == Path("specs/causal_mha.yaml")
 
 
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path) -> None:

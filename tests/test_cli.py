@@ -15,9 +15,11 @@ import torch
 
 from attngen import cli
 from attngen.cli import main
+from attngen.cli.specs import renamed
+from attngen.spec import load_spec, parse_spec
 from tests import cli_common
 from tests.cli_common import GOOD, WRONG, Cli, files
-from tests.helpers import ROOT
+from tests.helpers import ROOT, SPECS
 
 project, attngen = cli_common.project, cli_common.attngen  # fixtures
 
@@ -220,6 +222,48 @@ def test_new_then_build_then_check(project: Path, attngen: Cli) -> None:
     before = (project / "specs" / "mine.yaml").read_text()
     assert attngen("new", "mine", code=1) == "error: specs/mine.yaml exists already; choose another name\n"
     assert (project / "specs" / "mine.yaml").read_text() == before
+
+
+def test_new_copies_a_spec_with_its_comments(project: Path, attngen: Cli) -> None:
+    assert attngen("new", "mine", "--like", "window_gqa").startswith("specs/mine.yaml\n")
+    shipped = (ROOT / "specs" / "window_gqa.yaml").read_text()
+    assert (project / "specs" / "mine.yaml").read_text() == shipped.replace("name: window_gqa\n", "name: mine\n")
+    (project / "kept.yaml").write_text('# as good\nname: "kept"  # for kept.yaml\nhead_dim: 16\n')
+    attngen("new", "other", "--like", "./kept.yaml")
+    copied = (project / "specs" / "other.yaml").read_text()
+    assert copied == "# as good\nname: other  # for kept.yaml\nhead_dim: 16\n"
+    assert attngen("new", "x", "--like", "windw_gqa", code=1) == (
+        "error: there is no spec `windw_gqa`; expected one of specs/, one that attngen ships, or a path; did you mean "
+        "`window_gqa`?\n"
+    )
+    (project / "flow.yaml").write_text("{name: flow, head_dim: 16}\n")
+    flow = "error: flow.yaml: its name cannot be replaced; expected a line `name: flow`\n"
+    assert attngen("new", "x", "--like", "flow.yaml", code=1) == flow
+    assert not (project / "specs" / "x.yaml").exists()
+
+
+def test_every_shipped_spec_can_be_copied() -> None:
+    for path in (ROOT / "specs" / f"{name}.yaml" for name in SPECS):
+        assert parse_spec(renamed(path, "mine")) == load_spec(path).model_copy(update={"name": "mine"}), path
+
+
+def test_a_name_stands_for_a_spec(project: Path, attngen: Cli) -> None:
+    """That of specs/ in the current folder, or else the one that attngen ships."""
+    assert attngen("dump", "good", "--after", "build") == attngen("dump", "specs/good.yaml", "--after", "build")
+    shipped = attngen("dump", str(ROOT / "specs" / "causal_mqa.yaml"), "--after", "build")
+    assert attngen("dump", "causal_mqa", "--after", "build") == shipped != attngen("dump", "good", "--after", "build")
+    (project / "specs" / "causal_mqa.yaml").write_text("name: causal_mqa\nhead_dim: 16\n")
+    assert attngen("dump", "causal_mqa", "--after", "build") != shipped
+    for command in ("build", "test", "tune", "verify", "bench", "explain", "profile", "dump"):
+        assert attngen(command, "godd", code=1).endswith("a path; did you mean `good`?\n"), command
+
+
+def test_without_specs_the_shipped_ones_are_listed(
+    tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = [line.split() for line in attngen("list").partition("\n\n")[0].splitlines()]
+    assert sorted(line[0] for line in listed[1:]) == SPECS
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,8 @@ def test_shells_complete_commands_and_specs(project: Path) -> None:
         ]
     assert completions("attngen explain specs/go", project) == ["specs/goat.yaml", "specs/good.yaml"]
     assert completions("attngen test ./specs/o", project) == ["./specs/other.yaml"]
+    assert completions("attngen dump causal_d", project) == ["causal_d256", "causal_d512_gqa", "causal_dropout_mqa"]
+    assert completions("attngen new mine --like go", project) == ["goat", "good"]
     assert completions("attngen test el", project) == ["elsewhere/"]
     assert completions("attngen test elsewhere/", project) == ["elsewhere/its.yaml"]
 

@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attngen.cli.common import GENERATED, Every, SpecPaths, given, lower, make_each, make_module, read_specs
+from attngen.cli.common import (
+    GENERATED,
+    Every,
+    SpecPaths,
+    complete_spec,
+    given,
+    lower,
+    make_each,
+    make_module,
+    read_specs,
+)
 from attngen.cli.console import complain, count, err, head_dim, out
 from attngen.errors import AttngenError, SpecError, VerifyError
 from attngen.report.tables import Rows
+from attngen.specs import find_spec
 
 if TYPE_CHECKING:
     from attngen.ir.kernel import Kernel
@@ -179,7 +190,11 @@ def dump(
     spec: Annotated[
         Path,
         typer.Argument(
-            metavar="SPEC", help="a spec file; or IR, such as generated/NAME/schedule.ir", show_default=False
+            metavar="SPEC",
+            help="a spec's name or file; or IR, such as generated/NAME/schedule.ir",
+            show_default=False,
+            autocompletion=complete_spec,
+            parser=find_spec,
         ),
     ],
     after: Annotated[

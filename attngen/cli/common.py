@@ -14,6 +14,7 @@ import typer
 
 from attngen.cli.console import progress
 from attngen.errors import AttngenError, SpecError
+from attngen.specs import SPECS, find_spec, known_specs, own_specs
 
 if TYPE_CHECKING:
     from attngen.ir.module import Module
@@ -21,19 +22,31 @@ if TYPE_CHECKING:
 
 
 def complete_spec(incomplete: str) -> list[str]:
-    """Return shell completions of a spec's file: the matching files of specs/; if there are none, folders and other
-    *.yaml files."""
-    if found := [str(path) for path in sorted(SPECS.glob("*.yaml")) if str(path).startswith(incomplete)]:
+    """Return shell completions of a spec: the matching files of specs/; if there are none, the matching names of specs;
+    if there are none, folders and other *.yaml files."""
+    if found := [str(path) for path in own_specs().values() if str(path).startswith(incomplete)]:
+        return found
+    if found := [name for name in known_specs() if name.startswith(incomplete)]:
         return found
     paths = [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob(f"{escape(incomplete)}*"))]
     return [path for path in paths if path.endswith(("/", ".yaml"))]
 
 
-SPECS, GENERATED = Path("specs"), Path("generated")
+GENERATED = Path("generated")
 _FILE = typer.Argument(
-    metavar="SPEC", help="a spec file, such as specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec
+    metavar="SPEC",
+    help="a spec's name or file, such as causal_mqa or specs/causal_mqa.yaml",
+    show_default=False,
+    autocompletion=complete_spec,
+    parser=find_spec,
 )
-_FILES = typer.Argument(metavar="SPEC", help="spec files", show_default=False, autocompletion=complete_spec)
+_FILES = typer.Argument(
+    metavar="SPEC",
+    help="names or files of specs",
+    show_default=False,
+    autocompletion=complete_spec,
+    parser=find_spec,
+)
 SpecPath = Annotated[Path, _FILE]
 SpecPaths = Annotated[list[Path] | None, _FILES]
 Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
@@ -52,7 +65,7 @@ def given(specs: list[Path] | None, every: bool, command: str) -> list[Path]:
 
 def all_specs() -> list[Path]:
     """Return all files of specs/. Raise SpecError if there are none."""
-    found = sorted(SPECS.glob("*.yaml"))
+    found = list(own_specs().values())
     if not found:
         raise SpecError(
             f"no *.yaml in {SPECS}/; run attngen in the folder that holds {SPECS}/, or write one with "

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attngen.cli.common import SPECS, all_specs, read_specs
+from attngen.cli.common import complete_spec, read_specs
 from attngen.cli.console import head_dim, out
 from attngen.errors import AttngenError, SpecError
 from attngen.report.tables import Rows
+from attngen.specs import SPECS, find_spec, own_specs, shipped_specs
 
 if TYPE_CHECKING:
     from attngen.spec import Spec
@@ -22,7 +24,7 @@ Json = typer.Option("--json", help="print them as JSON")
 
 
 def list_specs(as_json: Annotated[bool, Json] = False) -> None:
-    """List the specs in specs/, masks and score modifiers.
+    """List the specs in specs/, masks and score modifiers. Without specs/, list the specs that attngen ships.
 
     Keys of --json: specs (file, name, mask, score, heads, head_dim, dtypes), masks and scores (name, about).
 
@@ -33,12 +35,13 @@ def list_specs(as_json: Annotated[bool, Json] = False) -> None:
     from attngen.masks import registry
     from attngen.scores import score_registry
 
-    loaded, wrong = read_specs(all_specs())
+    own = own_specs()
+    loaded, wrong = read_specs(list((own or shipped_specs()).values()))
     if as_json:
         parts = {"masks": _parts(registry()), "scores": _parts(score_registry())}
         print(json.dumps({"specs": [_described(path, spec) for path, spec in loaded], **parts}, indent=2))
     else:
-        _print_specs(loaded)
+        _print_specs(f"{SPECS}/*.yaml" if own else "shipped spec", loaded)
         _print_parts("mask", registry())
         _print_parts("score modifier", score_registry())
     if wrong:
@@ -58,9 +61,9 @@ def _described(path: Path, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _print_specs(loaded: Sequence[tuple[Path, Spec]]) -> None:
+def _print_specs(heading: str, loaded: Sequence[tuple[Path, Spec]]) -> None:
     """Print a table of specs."""
-    table = Rows(f"{SPECS}/*.yaml", "mask + score", "heads", "dim", "dtype", folds=("mask + score",))
+    table = Rows(heading, "mask + score", "heads", "dim", "dtype", folds=("mask + score",))
     for path, spec in loaded:
         dim = head_dim(spec.head_dim.qk, spec.head_dim.v)
         parts = " + ".join(part.describe() for part in (spec.mask, *spec.score))
@@ -82,24 +85,50 @@ def _print_parts(heading: str, known: Mapping[str, type]) -> None:
     out.print(table)
 
 
-def new(name: Annotated[str, typer.Argument(metavar="NAME", help="name of the new spec", show_default=False)]) -> None:
-    """Write specs/NAME.yaml: a commented spec that builds as it is.
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="name of the new spec", show_default=False)],
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SPEC",
+            help="copy this spec: its name, such as causal_gqa, or its file",
+            autocompletion=complete_spec,
+            parser=find_spec,
+        ),
+    ] = None,
+) -> None:
+    """Write specs/NAME.yaml: a commented spec that builds as it is, or a copy of another spec.
 
     \b
     attngen new my_attention
-    attngen build specs/my_attention.yaml
+    attngen new my_attention --like window_gqa      a copy of a spec that attngen ships
+    attngen build my_attention
     """
     from attngen.spec import make_spec, starter
 
     make_spec({"name": name, "head_dim": 64}, "attngen new")
+    text = starter(name) if like is None else renamed(like, name)
     path = SPECS / f"{name}.yaml"
     SPECS.mkdir(exist_ok=True)
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(starter(name))
+            file.write(text)
     except FileExistsError:
         raise AttngenError(f"{path} exists already; choose another name") from None
     print(f"{path}\nnext: attngen build {path}")
+
+
+def renamed(like: Path, name: str) -> str:
+    """Return the text of a spec, with its comments, under another name."""
+    from attngen.spec import load_spec, parse_spec
+
+    own = load_spec(like).name
+    text, changed = re.subn(
+        rf"^(name: *)(['\"]?){own}\2(?=\s|$)", rf"\g<1>{name}", like.read_text("utf-8-sig"), flags=re.MULTILINE
+    )
+    if changed != 1 or parse_spec(text, str(like)).name != name:
+        raise SpecError(f"{like}: its name cannot be replaced; expected a line `name: {own}`")
+    return text
 
 
 def schema() -> None:
