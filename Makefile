@@ -12,10 +12,12 @@ SANITIZER ?= compute-sanitizer
 ifeq ($(VENV),system)
 PYTHON := $(PYTHON3)
 READY :=
+DEV_READY :=
 DOCS_READY :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.attngen-ready
+DEV_READY := $(VENV)/.attngen-dev-ready
 DOCS_READY := $(VENV)/.attngen-docs-ready
 endif
 
@@ -24,7 +26,7 @@ TORCH := $(shell grep '^torch==' requirements-cpu.txt)
 MKDOCS := $(shell grep -o 'mkdocs-material==[0-9.]*' pyproject.toml)
 SELENIUM := $(shell grep -o 'selenium>=[0-9.]*' pyproject.toml)
 
-.PHONY: help ready docs-ready browser-ready demo test lint docs docs-check verify verify-all nightly versions regen gpu-test soak sanitize
+.PHONY: help ready dev-ready docs-ready browser-ready demo test lint docs docs-check verify verify-all nightly versions regen gpu-test soak sanitize
 
 help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
@@ -43,28 +45,43 @@ help:
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
 	@echo "TORCH_INDEX=URL takes torch from there, as from https://download.pytorch.org/whl/cpu: small, without CUDA's libraries"
 
-# An environment made here, or without torch, gets the pinned versions; another keeps its torch, and gets what is missing. Python's files are
-# compiled afterwards, on all cores.
+# Targets that only run attngen need READY; tests, lint and docs need DEV_READY, which adds their tools. An environment made here, or without
+# torch, gets the pinned versions; another keeps its torch, and gets what is missing. Pins that a version of Python has no release of are left
+# out there, and the last call of pip fills them from pyproject.toml.
+HAS_OWN_TORCH = test ! -e $(VENV)/.attngen-made && $(PYTHON) -c "import torch" 2>/dev/null
+
 $(READY): pyproject.toml requirements-cpu.txt
 	@test -x $(VENV)/bin/python || { echo "making $(VENV)"; $(PYTHON3) -m venv $(VENV) && touch $(VENV)/.attngen-made; }
-	@if test ! -e $(VENV)/.attngen-made && $(PYTHON) -c "import torch" 2>/dev/null; then \
-	  echo "installing what $(VENV) lacks"; $(INSTALL) -e ".[dev]"; \
+	@if $(HAS_OWN_TORCH); then \
+	  echo "installing what $(VENV) lacks"; $(INSTALL) -e .; \
 	else \
 	  echo "installing torch, triton and the rest into $(VENV) (a minute or two)"; \
 	  $(if $(TORCH_INDEX),$(INSTALL) --no-compile --no-deps --index-url $(TORCH_INDEX) $(TORCH) &&) \
-	  $(INSTALL) --no-compile -r requirements-cpu.txt && $(INSTALL) --no-deps --no-build-isolation -e . && \
-	  { $(PYTHON) -m compileall -qq -j 0 $(VENV)/lib || true; }; \
+	  $(INSTALL) --no-compile -r requirements-cpu.txt && $(INSTALL) --no-compile --no-build-isolation -e .; \
 	fi
 	@touch $@
 
 ready: $(READY)
 
+# Python's files are compiled afterwards, on all cores.
+$(DEV_READY): $(READY) requirements-dev.txt
+	@echo "installing the tools of tests, lint and docs into $(VENV)"
+	@if $(HAS_OWN_TORCH); then \
+	  $(INSTALL) -e ".[dev]"; \
+	else \
+	  $(INSTALL) --no-compile --no-build-isolation -r requirements-dev.txt -e ".[dev]" && \
+	  { $(PYTHON) -m compileall -qq -j 0 $(VENV)/lib || true; }; \
+	fi
+	@touch $@
+
+dev-ready: $(DEV_READY)
+
 # Not as an extra of attngen, which would install attngen again while tests run.
-$(DOCS_READY): $(READY) pyproject.toml
+$(DOCS_READY): $(DEV_READY) pyproject.toml
 	$(INSTALL) $(MKDOCS)
 	@touch $@
 
-docs-ready: $(READY) $(DOCS_READY)
+docs-ready: $(DEV_READY) $(DOCS_READY)
 
 demo: $(READY)
 	@echo "== $(SPEC)"; cat $(SPEC)
@@ -73,10 +90,10 @@ demo: $(READY)
 	@echo; echo "more: attngen explain $(SPEC)    does it fit, how fast"
 	@echo "      attngen dump $(SPEC)       the IR of its kernels"
 
-test: $(READY)
+test: $(DEV_READY)
 	$(PYTHON) -m pytest -n auto --dist worksteal
 
-lint: $(READY)
+lint: $(DEV_READY)
 	$(PYTHON) -m ruff check attngen docs/site tests examples generated
 	$(PYTHON) -m ruff format --check attngen docs/site tests examples
 	$(PYTHON) -m mypy
@@ -97,7 +114,7 @@ verify-all: $(READY)
 	$(PYTHON) -m attngen verify --all
 
 # Other masks every night: the date is the seed.
-nightly: verify-all
+nightly: $(DEV_READY) verify-all
 	$(MAKE) browser-ready
 	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly" --write-record
 	$(PYTHON) -m tests.transforms.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
@@ -111,16 +128,16 @@ versions:
 regen: $(READY)
 	$(PYTHON) -m attngen build --all
 
-gpu-test: $(READY)
+gpu-test: $(DEV_READY)
 	$(PYTHON) -m attngen build --all
 	$(PYTHON) -m pytest -m gpu -n 8
 	$(PYTHON) -m attngen test --all --report docs/gpu-verification.md
 
-soak: $(READY)
+soak: $(DEV_READY)
 	$(PYTHON) -m tests.soak specs/*.yaml
 
 # Without the caching allocator each tensor is an allocation of its own, so that memcheck sees what lies beyond its end. Racecheck knows no
 # mbarriers, by which warp groups of warp-specialized kernels wait for one another, so it has the portable kernels.
-sanitize: $(READY)
+sanitize: $(DEV_READY)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.soak --no-other-work --repeats 1 specs/*.yaml
 	ATTNGEN_BACKEND=triton $(SANITIZER) --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.soak --no-other-work --repeats 1 specs/*.yaml

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
 
 from attngen.builders import build_module
 from attngen.cli import main
@@ -239,29 +240,57 @@ def test_the_errors_in_getting_started_are_those_of_build(
     assert ended.value.code == 1 and capsys.readouterr().err == errors
 
 
-def test_make_installs_torch_from_another_index() -> None:
-    def installs(*more: str) -> list[str]:
-        made = subprocess.run(
-            ["make", "-n", "VENV=/nowhere", "demo", *more], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
-        return re.findall(r"-m pip install --quiet --disable-pip-version-check ([^;&]*[^;& ])", made)
+def installs(target: str, *more: str) -> list[str]:
+    """The arguments of each `pip install` that a target of the Makefile has, for an environment that is not there."""
+    command = ["make", "-n", "VENV=/nowhere", target, *more]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"-m pip install --quiet --disable-pip-version-check ([^;&]*[^;& ])", made)
 
+
+def test_make_installs_tools_only_where_they_are_needed() -> None:
+    runs = ["-e .", "--no-compile -r requirements-cpu.txt", "--no-compile --no-build-isolation -e ."]
+    tools = ['-e ".[dev]"', '--no-compile --no-build-isolation -r requirements-dev.txt -e ".[dev]"']
+    for target in ("demo", "verify", "regen", "ready"):
+        assert installs(target) == runs, target
+    for target in ("test", "lint", "nightly", "gpu-test", "soak", "sanitize", "dev-ready"):
+        assert installs(target) == runs + tools, target
+    for target in ("docs", "docs-ready"):
+        first, *docs = installs(target)[len(runs + tools) - 1 :]
+        assert first == tools[-1] and docs, target
+    for target in ("demo", "test", "docs"):
+        assert installs(target, "VENV=system") == []
+
+
+def test_make_installs_torch_from_another_index() -> None:
     torch = next(
         line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line.startswith("torch==")
     )
-    existing, plain, own = installs()
-    assert (existing, plain, own) == (
-        '-e ".[dev]"',
-        "--no-compile -r requirements-cpu.txt",
-        "--no-deps --no-build-isolation -e .",
-    )
-    assert installs("TORCH_INDEX=https://x/cpu") == [
+    existing, *pinned = installs("demo")
+    assert installs("demo", "TORCH_INDEX=https://x/cpu") == [
         existing,
         f"--no-compile --no-deps --index-url https://x/cpu {torch}",
-        plain,
-        own,
+        *pinned,
     ]
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in text("docs/getting-started.md")
+
+
+def test_pins_are_of_the_packages_that_attngen_names() -> None:
+    """Pins for running have the dependencies and what builds attngen, those of tools the rest of the extra `dev`."""
+
+    def pins(file: str) -> dict[str, str]:
+        lines = [Requirement(line) for line in text(file).splitlines() if not line.startswith("#")]
+        return {pin.name.lower(): str(pin.specifier).removeprefix("==") for pin in lines}
+
+    data = pytest.importorskip("tomllib", reason="Python 3.10 has none").loads(text("pyproject.toml"))
+    extras = data["project"]["optional-dependencies"]
+    runs_on = [*data["project"]["dependencies"], *data["build-system"]["requires"]]
+    named = [*runs_on, *extras["plot"], *extras["transformers"], *extras["dev"]]
+    wanted = [need for need in map(Requirement, named) if need.name != "attngen"]
+    runs, tools = pins("requirements-cpu.txt"), pins("requirements-dev.txt")
+    assert not runs.keys() & tools.keys()
+    assert {need.name.lower() for need in wanted} == {*runs, *tools}
+    assert runs.keys() == {Requirement(need).name for need in runs_on} | {"editables"}
+    assert all(need.specifier.contains((runs | tools)[need.name.lower()]) for need in wanted)
 
 
 def test_the_workflow_runs_targets_of_the_makefile() -> None:

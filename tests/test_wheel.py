@@ -4,6 +4,7 @@ checkout."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,15 @@ import tarfile
 import venv
 import zipfile
 from collections.abc import Callable
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from attngen import __version__
-from tests.helpers import CUDA, ROOT
+from tests.helpers import CUDA, ROOT, SPECS
 
 Run = Callable[..., str]
 
@@ -85,9 +89,101 @@ def test_the_wheel_has_only_the_package_and_its_templates(released: tuple[Path, 
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"attngen"}
     assert not [n for n in names if "__pycache__" in n]
     assert "attngen/py.typed" in names
+    assert sorted(n for n in names if n.endswith(".yaml")) == [f"attngen/specs/{name}.yaml" for name in SPECS]
     for kind in ("ir", "json"):
         expected = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "attngen").rglob(f"*.{kind}"))
         assert sorted(n for n in names if n.endswith(f".{kind}") and ".dist-info/" not in n) == expected != []
+
+
+def metadata_of(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(archive.read(name))
+
+
+def relative(markdown: str) -> list[str]:
+    """The links and pictures of a page that lead nowhere outside of the repository."""
+    html = MarkdownIt("commonmark").enable("table").render(markdown)
+    found = re.findall(r"\b(?:href|src|srcset)=[\"']?([^\"'> ]*)", re.sub(r"(?s)<code.*?</code>", "", html))
+    return [link for link in found if not re.match(r"https?://|mailto:", link)]
+
+
+@pytest.mark.share(4)
+def test_the_long_description_is_the_readme_without_relative_links(released: tuple[Path, Path]) -> None:
+    described = str(metadata_of(released[0]).get_payload())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert relative(readme) and relative(described) == []
+    assert re.findall(r"(?ms)^```.*?^```", described) == re.findall(r"(?ms)^```.*?^```", readme)
+    assert len(described.split()) > 0.9 * len(readme.split())
+
+
+def test_relative_links_of_any_form_are_left_out() -> None:
+    config = pytest.importorskip("tomllib", reason="Python 3.10 has none").loads((ROOT / "pyproject.toml").read_text())
+    page = README
+    for rule in config["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        page = re.sub(rule["pattern"], rule["replacement"], page)
+    assert relative(README) == [
+        "docs/dark.svg",
+        "docs/light.svg",
+        "a.png",
+        "docs/a.svg",
+        "b.png",
+        "docs/b.md",
+        "docs/a.md",
+        "#limits",
+        "docs/c.md",
+    ]
+    assert page == DESCRIPTION and relative(page) == []
+
+
+README = """\
+# attngen
+
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="docs/dark.svg">
+  <img alt="tiles" src="docs/light.svg" width="800">
+</picture>
+
+![a chart](a.png)
+A [![picture](docs/a.svg) in a link](https://example.org) and <img src="b.png">.
+<a href="docs/b.md">The docs</a>, [more](docs/a.md), [**limits**](#limits), [`code`](docs/c.md), [there](https://x.org/a).
+
+```python
+kernel[grid](q, k)
+```
+"""
+DESCRIPTION = """\
+# attngen
+
+A [ in a link](https://example.org) and .
+The docs, more, **limits**, `code`, [there](https://x.org/a).
+
+```python
+kernel[grid](q, k)
+```
+"""
+
+
+@pytest.mark.share(4)
+def test_the_metadata_says_what_is_supported(released: tuple[Path, Path]) -> None:
+    found = metadata_of(released[0])
+    classifiers = found.get_all("Classifier", [])
+    assert found["Requires-Python"] == ">=3.10" and {"attention", "Triton", "KV cache"} <= {
+        *found["Keywords"].split(",")
+    }
+    versions = [f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)]
+    assert {*versions, "Typing :: Typed", "Operating System :: POSIX :: Linux"} <= {*classifiers}
+    # The owner has chosen no licence yet, and the project has no public address.
+    assert not [c for c in classifiers if "License" in c] and not found["License"] and not found["License-Expression"]
+    assert not found["Author"] and not found["Project-URL"]
+
+
+@pytest.mark.share(16)
+def test_pip_keeps_the_torch_and_triton_of_an_environment(released: tuple[Path, Path], environment: Path) -> None:
+    """The environment has all that the wheel requires, so pip would install nothing more."""
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "python"), "install", "--no-index", "--dry-run"]
+    done = subprocess.run([*pip, str(released[0])], capture_output=True, text=True)
+    assert done.returncode == 0 and "Would install" not in done.stdout, done.stdout + done.stderr
 
 
 def test_the_sdist_builds_the_same_wheel(released: tuple[Path, Path], tmp_path: Path) -> None:
@@ -124,21 +220,31 @@ CALL = """
 import torch, attngen
 from generated.mine import attention
 q, k, v = torch.randn(3, 1, 2, 40, 64, dtype=torch.float16, device="cuda" if torch.cuda.is_available() else "cpu")
-built = attngen.build("specs/mine.yaml")
+built = attngen.build("mine")
 assert built.attention(q, k, v).equal(attention(q, k, v)) and attngen.load("generated/mine") is built
 """
 
 
 @pytest.mark.share(32)
 def test_installed_commands_work_without_the_checkout(run: Run, tmp_path: Path) -> None:
-    assert run("attngen", "--version") == f"{__version__}\n"
+    assert run("attngen", "--version") == f"{__version__}\n" == run("python", "-m", "attngen", "--version")
+    assert "\ncausal_mqa " in run("attngen", "list")
     assert run("attngen", "new", "mine").splitlines() == ["specs/mine.yaml", "next: attngen build specs/mine.yaml"]
     with (tmp_path / "specs" / "mine.yaml").open("a") as spec:
         spec.write("schedule: {backend: triton}\n")  # fewer kernels take less time
-    assert run("attngen", "build", "specs/mine.yaml").endswith("1 module written to generated, 0 unchanged\n")
-    cases = run("attngen", "test", "specs/mine.yaml").splitlines()[2:]
+    assert run("attngen", "build", "mine").endswith("1 module written to generated, 0 unchanged\n")
+    cases = run("attngen", "test", "mine").splitlines()[2:]
     assert cases and all(line.endswith(" ok") for line in cases)
     run("python", "-c", CALL, **({} if CUDA else {"TRITON_INTERPRET": "1"}))
     doctor = run("attngen", "doctor")
     assert f"{tmp_path / 'cache' / 'modules'}: 1 module, " in doctor and "supported together" in doctor
     assert "_attngen_completion" in run("attngen", _ATTNGEN_COMPLETE="source_bash")
+
+
+@pytest.mark.nightly
+def test_a_copy_of_a_shipped_spec_is_built_and_tested_by_its_name(run: Run, tmp_path: Path) -> None:
+    run("attngen", "new", "x", "--like", "window_gqa")
+    run("attngen", "build", "x")
+    assert " ok\n" in run("attngen", "test", "x")
+    assert run("attngen", "build", "causal_fp32").endswith("1 module written to generated, 0 unchanged\n")
+    assert {path.name for path in (tmp_path / "generated").iterdir()} == {"causal_fp32", "x"}
