@@ -193,6 +193,8 @@ def test_the_sdist_builds_the_same_wheel(released: tuple[Path, Path], tmp_path: 
     (source,) = tmp_path.iterdir()
     folders = {"attngen", "docs", "examples", "generated", "specs", "templates", "tests"}
     assert {path.name for path in source.iterdir() if path.is_dir()} == folders
+    top = {"CHANGELOG.md", "Makefile", "README.md", "pyproject.toml", "requirements-cpu.txt", "requirements-dev.txt"}
+    assert top <= {path.name for path in source.iterdir()}
     assert not [*source.rglob("__pycache__"), *source.rglob("*.pyc")]
     (again,) = package(source, tmp_path / "dist", "wheel")
     made, remade = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
