@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -29,30 +30,18 @@ from attngen.targets.hopper import passes as hopper_passes
 from attngen.verify import rules, verify, warp_specialized_rules
 from attngen.verify.host import RULES as HOST_RULES
 from docs.site import ir_reference
+from tests.docs_common import PAGES, PATHS, Written, blocks, steps, text
 from tests.helpers import ROOT, lowered, spec
 from tests.hopper.common import after_passes, edited, hopper_spec
 from tests.versions.__main__ import PAIRS
 
 PASSES_TABLE = "| part of the pipeline | passes, in order |"  # the head of the table in docs/ir.md
-PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
-)
 EXECUTED_PAGES = [
     page
     for page in PAGES
     if page.startswith(("docs/getting", "docs/index", "docs/cookbook")) and page != "docs/cookbook/huggingface.md"
 ]
-
-
-def text(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
+WITH_OUTPUT = re.compile(r"^```python\n(.*?)^```\n(?:\n*```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.share(8)
@@ -186,9 +175,9 @@ def test_links_lead_to_files(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_commands_name_exist(page: str) -> None:
-    named = re.findall(r"(?:specs|examples|generated|attngen|tests)/[\w/]+\.\w+", "".join(blocks(page, "sh")))
-    made = {"specs/my_attention.yaml", "specs/lagged.yaml", "attngen/masks/lagged.py"}
-    assert [name for name in named if not Path(ROOT / name).exists() and name not in made] == []
+    made = {"specs/my_attention.yaml", *(step.path for step in steps(page) if isinstance(step, Written))}
+    named = PATHS.findall("".join(blocks(page, "sh")))
+    assert [name for name in named if not (ROOT / name).exists() and name not in made] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", *EXECUTED_PAGES])
@@ -199,18 +188,34 @@ def test_yaml_is_a_spec(page: str) -> None:
 
 @pytest.mark.share(16)
 @pytest.mark.parametrize("page", EXECUTED_PAGES)
-def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The blocks of a page run in order, as one program, in the root of the project; each compares its results with
-    PyTorch's."""
+    PyTorch's. A block of text directly after one is what it prints."""
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(ROOT)
     program = ModuleType("page_of_the_docs")
     # torch.compile, which FlexAttention calls, looks up functions in the modules.
     monkeypatch.setitem(sys.modules, program.__name__, program)
     torch.manual_seed(0)
-    assert (found := blocks(page, "python"))
-    for block in found:
+    assert (found := WITH_OUTPUT.findall(text(page)))
+    for block, output in found:
+        capsys.readouterr()
         exec(compile(block, page, "exec"), program.__dict__)
+        assert not output or capsys.readouterr().out == output
+
+
+@pytest.mark.share(4)
+def test_the_quickstart_of_the_readme_prints_what_it_shows(tmp_path: Path) -> None:
+    """Blocks of Python with their output directly after them run alone, in an empty folder, on a CPU."""
+    shown = [(block, output) for block, output in WITH_OUTPUT.findall(text("README.md")) if output]
+    assert shown or not re.search("^#+ Quickstart", text("README.md"), re.MULTILINE)
+    for block, output in shown:
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, **hidden, "ATTNGEN_CACHE_DIR": str(tmp_path / "cache")}
+        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout == output, done.stderr
 
 
 @pytest.mark.parametrize("page", EXECUTED_PAGES)
