@@ -230,7 +230,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("page", [page for page in WITH_COMMANDS if any(not is_long(c) for c in of_kind(page, "run"))])
 def test_quick_commands_run(page: str, checkout: Path) -> None:
     run_page(page, checkout, lambda command: kind(command) == "run" and not is_long(command))
