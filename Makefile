@@ -114,8 +114,7 @@ verify-all: $(READY)
 	$(PYTHON) -m attngen verify --all
 
 # Other masks every night: the date is the seed.
-nightly: $(DEV_READY) verify-all
-	$(MAKE) browser-ready
+nightly: browser-ready verify-all
 	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly" --write-record
 	$(PYTHON) -m tests.transforms.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
 	$(PYTHON) -m tests.mutations

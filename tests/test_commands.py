@@ -197,15 +197,19 @@ def test_commands_that_measure_say_that_they_need_a_gpu(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "specs", tmp_path / "specs")
+    shutil.copytree(ROOT / "docs" / "bench", tmp_path / "docs" / "bench")
+    for step in steps(page):
+        if isinstance(step, Written):
+            (tmp_path / step.path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / step.path).write_text(step.text)
     for command in of_kind(page, "cuda"):
         if (arguments := command.arguments) is None:
             continue  # a script, which is run below
-        shutil.copytree(ROOT / "specs", tmp_path / "specs", dirs_exist_ok=True)
         for name in re.findall(r"specs/(\w+)\.yaml", command.text):
-            if not (ROOT / "specs" / f"{name}.yaml").exists():
+            if not (tmp_path / "specs" / f"{name}.yaml").exists():
                 (tmp_path / "specs" / f"{name}.yaml").write_text(f"name: {name}\nhead_dim: 64\n")
-        shutil.copytree(ROOT / "docs" / "bench", tmp_path / "docs" / "bench", dirs_exist_ok=True)
-        monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         errors = capsys.readouterr().err

@@ -257,7 +257,7 @@ def test_make_installs_tools_only_where_they_are_needed() -> None:
     tools = ['-e ".[dev]"', '--no-compile --no-build-isolation -r requirements-dev.txt -e ".[dev]"']
     for target in ("demo", "verify", "regen", "ready"):
         assert installs(target) == runs, target
-    for target in ("test", "lint", "nightly", "gpu-test", "soak", "sanitize", "dev-ready"):
+    for target in ("test", "lint", "gpu-test", "soak", "sanitize", "dev-ready"):
         assert installs(target) == runs + tools, target
     for target in ("docs", "docs-ready"):
         first, *docs = installs(target)[len(runs + tools) - 1 :]
@@ -313,9 +313,9 @@ def test_the_workflow_runs_targets_of_the_makefile() -> None:
     }
     assert "cron" in workflow[True]["schedule"][0]  # YAML's `on`
     makefile = (ROOT / "Makefile").read_text()
-    nightly = makefile.partition("\nnightly: verify-all\n")[2].partition("\n\n")[0]
+    nightly = makefile.partition("\nnightly: browser-ready verify-all\n")[2].partition("\n\n")[0]
     assert '-m "nightly or not nightly"' in nightly and "test_random_masks" in nightly
-    assert "$(MAKE) browser-ready\n" in nightly and nightly.endswith("$(MAKE) docs-check")
+    assert nightly.endswith("$(MAKE) docs-check")
     assert "attngen verify --all\n" in makefile.partition("\nverify-all:")[2]
     assert "attngen verify --all --changed\n" in makefile.partition("\nverify:")[2]
     recipe = makefile.partition("\ngpu-test:")[2]

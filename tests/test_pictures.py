@@ -24,7 +24,7 @@ DRAWN = sorted(
     str(path.relative_to(DOCS)) for folder in ("assets", "bench", "io", ".") for path in (DOCS / folder).glob("*.svg")
 )
 COLOURS_AND_IDS = r"#[0-9a-f]{6}\b|\b[mp][0-9a-f]{10}\b"
-PINNED = re.search(r"^matplotlib==(\S+)", (ROOT / "requirements-cpu.txt").read_text(encoding="utf-8"), re.MULTILINE)
+PINNED = re.search(r"^matplotlib==(\S+)", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 class Box(NamedTuple):

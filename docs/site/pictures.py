@@ -1,7 +1,7 @@
 """The committed pictures of the docs that are drawn from committed data, each in a light and a dark form.
 
 `python -m docs.site.pictures` lists those that differ from their data, and `--write` draws them again. Their bytes
-depend on the version of matplotlib, which requirements-cpu.txt pins; those of README's picture do not.
+depend on the version of matplotlib, which requirements-dev.txt pins; those of README's picture do not.
 """
 
 from __future__ import annotations
