@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attngen.cli.common import Every, SpecPaths, given, lower, make_each, make_module, read_specs
-from attngen.cli.console import Watch, complain, count, out, progress
+from attngen.cli.console import Watch, complain, count, err, out, progress
 from attngen.errors import AttngenError
 from attngen.report.tables import Rows
 
@@ -104,7 +104,8 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
         work = sweep.jobs(loaded, Path(folder), device)
         found = []
         with progress("testing", len(work)) as watch, sweep.processes(min(jobs, max(1, len(work)))) as pool:
-            for job, table in zip(work, pool.map(_run_job, work, repeat(device), repeat(seed))):
+            run = _run_quietly if err.is_terminal else sweep.run_job
+            for job, table in zip(work, pool.map(run, work, repeat(device), repeat(seed))):
                 found.append(table)
                 watch.done(f"{job.spec} {job.dtype}")
     write_file(report, sweep.page(found, device))
@@ -114,8 +115,8 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
         raise AttngenError("\n".join(failures))
 
 
-def _run_job(job: Job, device: str, seed: int) -> Table:
-    """Run every case of one spec in one dtype, without a line for each on stderr, where the progress is."""
+def _run_quietly(job: Job, device: str, seed: int) -> Table:
+    """Run every case of one spec in one dtype, without a line for each on stderr, where the bar is."""
     from attngen.conformance.sweep import run_job
 
     with contextlib.redirect_stderr(io.StringIO()):
