@@ -15,7 +15,7 @@ from attngen.codegen.render import render
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.module import Module
 from attngen.lowering.pipeline import lower
-from attngen.report.explain import fit_table
+from attngen.report.explain import Line, fit_table
 from attngen.spec import make_spec
 from attngen.targets.common.base import CompileReport
 from attngen.targets.hopper.toolchain.compiler import Job, compile_all, job, marks, source_digest
@@ -98,8 +98,8 @@ def test_a_config_that_fails_says_why(compiled: Compiled) -> None:
         "spills 980 bytes; expected none; has products that wait for each other, as ptxas"
     )
     *_, last = fit_table(json.loads(files["report.json"]))
-    assert str(last).startswith(
-        "  On sm90 the kernel @fwd with 128x128x4x2 hopper gets no certificate: it spills 980 bytes; expected none; has"
+    assert isinstance(last, Line) and last.text.startswith(
+        "On sm90 the kernel @fwd with 128x128x4x2 hopper gets no certificate: it spills 980 bytes; expected none; has"
     )
 
 
