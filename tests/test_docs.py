@@ -23,7 +23,7 @@ from attngen.ir.pipe import PIPE_OPS
 from attngen.ir.printer import print_module
 from attngen.lowering import pipeline
 from attngen.lowering.pipeline import passes
-from attngen.report.timeline import lanes, svg
+from attngen.report.lanes import lanes, svg
 from attngen.spec import make_spec, parse_spec
 from attngen.targets.hopper import HOPPER
 from attngen.targets.hopper import passes as hopper_passes
@@ -127,14 +127,16 @@ def test_the_error_in_hopper_md_is_the_verifiers() -> None:
 
 
 def test_pictures_of_warp_groups_match_the_ir() -> None:
-    """They are what `attngen dump specs/causal_gqa.yaml --after PASS --lanes docs/hopper/PASS.svg` writes."""
+    """They are what `attngen dump specs/causal_gqa.yaml --after PASS --lanes docs/hopper/PASS.svg` writes, in light and
+    in dark colours."""
     shown = re.findall(r"^!\[[^]]*\]\(hopper/([\w-]+)\.svg\)$", text("docs/hopper.md"), re.MULTILINE)
-    assert sorted(shown) == sorted(file.stem for file in (ROOT / "docs/hopper").iterdir()) and shown
+    files = {f"{name}{end}.svg" for name in shown for end in ("", "-dark")}
+    assert files == {file.name for file in (ROOT / "docs/hopper").iterdir()} and shown
     for name in shown:
         module = after_passes("causal_gqa")[name]
-        assert (ROOT / f"docs/hopper/{name}.svg").read_text(encoding="utf-8") == svg(
-            lanes(module, module.warp_specialized[0])
-        ), name
+        drawing = lanes(module, module.warp_specialized[0])
+        for end, scheme in (("", "light"), ("-dark", "dark")):
+            assert (ROOT / f"docs/hopper/{name}{end}.svg").read_text(encoding="utf-8") == svg(drawing, scheme), name
 
 
 def test_the_kernel_in_ir_md_is_complete() -> None:

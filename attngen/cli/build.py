@@ -208,14 +208,15 @@ def dump(
     """Print the IR after a pass, or draw it.
 
     --lanes shows the warp-specialized kernel: what each warp group does over time, the stages of pipelines, the wgmmas
-    in flight. Durations are assumed. For a file of IR, edited by hand, it shows the edited kernel.
+    in flight. Durations are assumed. For a file of IR, edited by hand, it shows the edited kernel. A second file, with
+    -dark in its name, has the same picture in dark colours.
 
     \b
     attngen dump specs/causal_mqa.yaml                 the final IR
     attngen dump specs/causal_mqa.yaml --after build   before the first pass
     attngen dump specs/causal_mqa.yaml --after split-loops
     attngen dump specs/causal_mqa.yaml --graph a.dot   or .svg, with Graphviz
-    attngen dump specs/causal_gqa.yaml --lanes a.svg
+    attngen dump specs/causal_gqa.yaml --lanes a.svg   and a-dark.svg
     """
     from attngen.ir.printer import print_module
     from attngen.spec import load_spec
@@ -231,10 +232,10 @@ def dump(
         write_graph(module, graph)
         print(graph)
     if lanes is not None:
-        from attngen.report.timeline import write_lanes
+        from attngen.report.lanes import write_lanes
 
-        write_lanes(module, lanes)
-        print(lanes)
+        for file in write_lanes(module, lanes):
+            print(file)
 
 
 def _read(ir: Path, verbose: bool = False) -> Module:

@@ -4,19 +4,16 @@ files."""
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from math import isclose
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import sympy
 import yaml
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from attngen.codegen.signature import signatures
-from attngen.codegen.templates import templates_dir
 from attngen.cost.flops import executed_flops, useful_flops
 from attngen.cost.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.cost.report import schedule
@@ -34,11 +31,12 @@ from attngen.ir.split_axes import whole_range
 from attngen.lowering.pipeline import unspecialized
 from attngen.report.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
 from attngen.report.elements import Sample
+from attngen.report.environment import environment as environment
 from attngen.report.explain import bounds
+from attngen.report.lanes import lanes
 from attngen.report.listing import changes, highlight
 from attngen.report.mathml import SYMBOLS, MathML
 from attngen.report.tilemap import TileMap, chosen, configs_on, tile_maps
-from attngen.report.timeline import lanes
 from attngen.spec import Spec
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.tiles import extent, heads, tile_loops
@@ -56,25 +54,6 @@ def check_path(path: Path) -> None:
         raise AttngenError(f"--html {path}: is a folder; expected the name of a file")
     if not path.parent.is_dir():
         raise AttngenError(f"--html {path}: there is no folder {path.parent}; make it, or give another name")
-
-
-def environment(*folders: Path) -> jinja2.Environment:
-    """Return the templates of pages and those of other folders. Values are escaped in HTML, not in other text."""
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, templates_dir() / "html"]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=lambda name: str(name).endswith(".html.jinja"),
-    )
-    found.filters["marked"] = marked
-    return found
-
-
-def marked(text: str) -> Markup:
-    """Return a sentence of a docstring as HTML, with code for text in backticks."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:

@@ -1,29 +1,25 @@
-"""Timeline of a warp-specialized kernel, drawn from the IR: lanes for its warp groups, for the stages of its pipelines,
-and for wgmmas in flight.
+"""Timeline of a warp-specialized kernel, simulated from the IR: its warp groups, the stages of its pipelines, and
+wgmmas in flight. lanes.py draws it.
 
 The warp groups run op by op, in program order, with durations that are fixed here, not measured. A wgmma takes PRODUCT
 steps, and the tensor cores run one at a time, in the order of issue. A TMA copy takes COPY steps, and a softmax
 SOFTMAX. Any other arithmetic on a tile takes one step, and so does issuing a copy; other ops take none. So the picture
 shows one of the orders that the protocol allows. It changes with the ops, their order, and the stages of pipelines.
+Products have the names of FlashAttention's steps (see products.py).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
-from attngen.ir.core import Block, Op
-from attngen.ir.dims import SIDES
+from attngen.ir.core import Block, Op, WarpGroup
+from attngen.ir.expr import exp2
 from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Dot, Init, Load, Loop, Mask, SoftmaxStep, Store, Yield
+from attngen.ir.ops import Arg, Dot, Init, Load, Loop, Map, Mask, OrderedAdd, SoftmaxStep, Store, Yield
 from attngen.ir.pipe import (
     ConcatHalves,
     ConsumerRelease,
@@ -41,35 +37,14 @@ from attngen.ir.pipe import (
     Wgmma,
     WgmmaWait,
 )
-from attngen.ir.pipe_control import PipelinedLoop, WorkLoop, bodies_of
-from attngen.report.charts import Drawing, Shape, path, rect, text
+from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier, WorkLoop, bodies_of
+from attngen.report.products import Products
 
 PRODUCT, COPY, SOFTMAX = 4, 6, 6  # steps
 ITERATIONS, PARTIAL = 3, 1  # iterations of a loop over tiles of keys, and the partial ones if there are full ones
 TILES = 2  # program tiles of a persistent program
-LEFT, STEP, LANE, BAR, TOP = 160, 8, 20, 14, 26  # sizes of the drawing
-STARTED, STORED = "bar tight", "bar other"
-# Classes of the page's style sheet, and their meaning.
-MEANING = {
-    STARTED: "issues a load",
-    "track": "stage: load in flight",
-    "unlisted": "stage: full",
-    "full": "stage: in use",
-    STORED: "stage: store in flight",
-    "partial": "softmax",
-    "hollow": "other arithmetic",
-    "bar deep": "product of scores",
-    "bar": "product of weights and V",
-}
-STYLE = """
-  svg { background: #ffffff; font: 12px system-ui, sans-serif; }
-  text { fill: #1c2128; stroke: #ffffff; stroke-width: 3px; stroke-linejoin: round; paint-order: stroke; }
-  .faint { fill: #57606a; } .strong { font-weight: 600; }
-  .axis { fill: none; stroke: #d0d7de; } .leader { fill: none; stroke: #57606a; stroke-width: .8; }
-  .track { fill: #e3e6ea; } .unlisted { fill: #b9d0ea; } .full { fill: #2f6fb5; }
-  .partial { fill: #e59a2c; } .hollow { fill: #ffffff; stroke: #e59a2c; stroke-width: 1; }
-  .bar { fill: #2f6fb5; } .bar.deep { fill: #0f766e; } .bar.tight { fill: #c2410c; } .bar.other { fill: #8b949e; }
-"""
+STARTED, STORED, ENDING, TURN = "bar tight", "bar other", "bar ending", "turn"  # classes of the page's style sheet
+SCORES, RESULTS = "bar deep", "bar"  # classes of products
 
 
 class Span(NamedTuple):
@@ -103,8 +78,9 @@ class _Use:
 
     label: str
     start: int
-    full: int
+    full: int  # meaningful once all instances that store the tile have done so
     by: str = ""  # the consumer that stored it, if a consumer did
+    stores: int = 1  # number of instances that have stored their part
     waits: list[int] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)
 
@@ -116,10 +92,16 @@ class _Agent:
     name: str
     now: int = 0
     consumed: dict[str, int] = field(default_factory=dict)  # pipeline -> number of its uses that were consumed
+    filled: dict[str, int] = field(default_factory=dict)  # pipeline -> number of tiles of which it has stored its part
     held: dict[str, tuple[str, int]] = field(default_factory=dict)  # value -> its pipeline and use
     flights: dict[str, tuple[int, str]] = field(default_factory=dict)  # wgmma -> the step of its end, its tile of keys
     stored: dict[str, int] = field(default_factory=dict)  # staging -> the step at which the TMA store has read it
     number: str = ""  # index of the tile of keys whose wgmma was awaited last
+    home: str = ""  # the warp group
+    turns: list[int] = field(default_factory=list)  # steps at which the instance before it has arrived at its barrier
+    taken: int = 0  # the number of these for which it has waited
+    seen: int = 0  # number of tiles that the instances of the warp group have split among themselves so far
+    ending: bool = False  # the loop over tiles has ended
 
 
 class Timeline:
@@ -127,26 +109,29 @@ class Timeline:
     are `stuck` at the end."""
 
     def __init__(self, kernel: Kernel, num_stages: int) -> None:
-        self.kernel = kernel
+        self.kernel, self.products = kernel, Products(kernel)
         self.spans: list[Span] = []
         pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.metadata_of]
         self.stages = {
             pipeline.name: int(compiled(pipeline.stages)({"num_stages": num_stages})) for pipeline in pipelines
         }
         self.uses: dict[str, list[_Use]] = {pipeline.name: [] for pipeline in pipelines}
+        groups = {b.name: b.warp_group.instances for b in kernel.warp_groups if b.warp_group}
         self.consumers = {
             pipeline.name: sum(
-                b.warp_group.instances
+                1 if _splits(kernel, b, pipeline.name) else groups[b.name]
                 for b in kernel.warp_groups
                 if b.warp_group and _consumes(kernel, b, pipeline.name)
             )
             for pipeline in pipelines
         }
         self.consumers |= {pipeline.name: 1 for pipeline in pipelines if pipeline.exchange}
-        single = [b.name for b in kernel.warp_groups if b.warp_group and b.warp_group.instances == 1]
-        # Pipelines from one warp group to another.
+        # Pipelines that consumers fill, and the number of instances that each store a part of a tile.
         self.stored_by_consumers = {
-            op.pipeline for name in single for op in kernel.within(name) if isinstance(op, ProducerStore)
+            op.pipeline: count
+            for name, count in groups.items()
+            for op in kernel.within(name)
+            if isinstance(op, ProducerStore) and op.pipeline in self.uses
         }
         self.free = 0  # the step at which the tensor cores have finished the issued wgmmas
         classes = {cls for op in kernel.ops() for cls in _classes(op)}
@@ -156,13 +141,12 @@ class Timeline:
             "full": ITERATIONS - partial if "partial" in classes else ITERATIONS,
         }
         self.agents = [
-            _Agent(f"{b.name} {n}" if b.warp_group.instances > 1 else b.name)
+            _Agent(f"{b.name} {n}" if b.warp_group.instances > 1 else b.name, home=b.name)
             for b in kernel.warp_groups
             if b.warp_group
             for n in range(b.warp_group.instances)
         ]
-        homes = [b.name for b in kernel.warp_groups if b.warp_group for _ in range(b.warp_group.instances)]
-        self.stuck = self._run([self.block(agent, home, "full") for agent, home in zip(self.agents, homes)])
+        self.stuck = self._run([self.block(agent, agent.home, "full") for agent in self.agents])
         self.end = max([agent.now for agent in self.agents] + [span.end for span in self.spans])
         for pipeline in self.uses:
             self._show(pipeline)
@@ -203,26 +187,23 @@ class Timeline:
             case WorkLoop():
                 yield from self.work(agent, op)
             case PipelinedLoop():
-                classes = ["partial"] * (self.iterations["partial"] * bool(op.partial))
-                classes += ["full"] * (self.iterations["full"] * bool(op.full))
-                by_twos = dict.fromkeys(range(1, len(classes), 2), op.odd or op.pair) if op.odd or op.pair else {}
-                bodies = [at for at in range(len(classes)) if not (op.pair and at + 1 in by_twos)]
-                for at, each in ((at, classes[at]) for at in bodies):
-                    if at in by_twos:
-                        yield from self.block(agent, by_twos[at], each)
-                        continue
-                    yield from self.block(agent, op.step if at or not op.first else op.first, each if at else "partial")
-                if op.last:
-                    yield from self.block(agent, op.last, "full")
+                yield from self.loop(agent, op)
             case Loop():
                 for _ in range(self.iterations.get(op.cls, ITERATIONS)):
                     yield from self.block(agent, op.body, op.cls)
+            case SchedulerBarrier():
+                yield from self.turn(agent, op.do)
             case ProducerLoad() if op.pipeline in self.uses:
                 yield from self.produce(agent, op.pipeline, str(len(self.uses[op.pipeline])), COPY)
             case ProducerStore() if op.pipeline in self.stored_by_consumers:
-                self.uses[op.pipeline].append(_Use(str(len(self.uses[op.pipeline])), agent.now, agent.now, agent.name))
+                yield from self.store(agent, op.pipeline)
+            case OrderedAdd():
+                end = agent.now + COPY
+                yield _Ask(lambda: end, STORED, agent.number, f"%{op.value} is added to its sum by TMA")
             case ConsumerWait():
                 agent.held[op.name] = op.pipeline, (yield from self.consume(agent, op.pipeline))
+                if self.group_of(agent).warps == 1:
+                    agent.number = self.uses[op.pipeline][agent.held[op.name][1]].label
             case ConsumerRelease():
                 pipeline, use = agent.held[op.value]
                 self.uses[pipeline][use].releases.append(agent.now)
@@ -253,6 +234,23 @@ class Timeline:
             case _:
                 yield from self.compute(agent, op, cls)
 
+    def loop(self, agent: _Agent, op: PipelinedLoop) -> Steps:
+        """Run a loop over tiles."""
+        classes = ["partial"] * (self.iterations["partial"] * bool(op.partial))
+        classes += ["full"] * (self.iterations["full"] * bool(op.full))
+        by_twos = dict.fromkeys(range(1, len(classes), 2), op.odd or op.pair) if op.odd or op.pair else {}
+        bodies = [at for at in range(len(classes)) if not (op.pair and at + 1 in by_twos)]
+        for at, each in ((at, classes[at]) for at in bodies):
+            if op.round_robin and not self.is_its_turn(agent, op.round_robin):
+                continue
+            if at in by_twos:
+                yield from self.block(agent, by_twos[at], each)
+                continue
+            yield from self.block(agent, op.step if at or not op.first else op.first, each if at else "partial")
+        if op.last:
+            yield from self.block(agent, op.last, "full")
+        agent.ending = True
+
     def compute(self, agent: _Agent, op: Op, cls: str) -> Steps:
         """Run arithmetic, and loads outside of producers."""
         steps, label, shown = 1, "", "hollow"
@@ -260,13 +258,17 @@ class Timeline:
             halved = isinstance(op, SoftmaxWeights)
             steps, label, shown = (
                 SOFTMAX // 2 if halved else SOFTMAX,
-                f"{'half ' * halved}softmax {agent.number}",
+                "exp(S)" if halved else f"softmax {agent.number}",
                 "partial",
             )
         elif isinstance(op, Load) and op.type.space == "sram":
             steps, shown = COPY, "track"
         elif not self.is_arithmetic(op, cls):
             return
+        elif agent.ending:
+            shown = ENDING
+        elif isinstance(op, Map) and op.expr.has(exp2):  # P, recomputed from the LSE
+            shown, label = "partial", "P"
         end = agent.now + steps
         hint = f"%{op.value} is stored" if isinstance(op, Store) else f"%{op.name}"
         yield _Ask(lambda: end, shown, label, hint)
@@ -289,6 +291,7 @@ class Timeline:
             else:
                 use = yield from self.consume(agent, op.pipeline)
             if n < TILES:
+                agent.ending = False
                 yield from self.block(agent, op.body, "full")
             if not op.fetches:
                 self.uses[op.pipeline][use].releases.append(agent.now)
@@ -314,7 +317,42 @@ class Timeline:
         )
         self.uses[pipeline].append(_Use(label, agent.now, agent.now + steps))
         end = agent.now + bool(steps)
-        yield _Ask(lambda: end, STARTED, "", f"loads into %{pipeline}")
+        yield _Ask(lambda: end, STARTED, "", f"loads {label} into %{pipeline}")
+
+    def store(self, agent: _Agent, pipeline: str) -> Steps:
+        """Store the instance's part of a tile in the next stage. If another warp group consumes it, wait until that is
+        empty."""
+        instances = self.stored_by_consumers[pipeline]
+        if instances == 1:
+            self.uses[pipeline].append(_Use(str(len(self.uses[pipeline])), agent.now, agent.now, agent.name))
+            return
+        use = agent.filled.get(pipeline, 0)
+        agent.filled[pipeline] = use + 1
+        if not _consumes(self.kernel, self.kernel.block(agent.home), pipeline):
+            yield _Ask(lambda: self.released(pipeline, max(0, use + 1 - self.stages[pipeline])))
+        if use == len(self.uses[pipeline]):
+            self.uses[pipeline].append(_Use(str(use), agent.now, agent.now, stores=0))
+        found = self.uses[pipeline][use]
+        found.stores, found.full = found.stores + 1, max(found.full, agent.now)
+
+    def full(self, pipeline: str, use: int) -> int | None:
+        """Return the step at which a stage is full; None if some instance has not stored its part."""
+        found = self.uses[pipeline][use]
+        return found.full if found.by or found.stores >= self.stored_by_consumers.get(pipeline, 1) else None
+
+    def is_its_turn(self, agent: _Agent, pipeline: str) -> bool:
+        """True if the next tile is the instance's, where the instances of a warp group split the tiles of a
+        pipeline."""
+        group = [other for other in self.agents if other.home == agent.home]
+        agent.consumed[pipeline] = agent.seen
+        agent.seen += 1
+        return agent.consumed[pipeline] % len(group) == group.index(agent)
+
+    def group_of(self, agent: _Agent) -> WarpGroup:
+        """Return the warp group of an instance."""
+        group = self.kernel.block(agent.home).warp_group
+        assert group is not None
+        return group
 
     def consume(self, agent: _Agent, pipeline: str) -> Generator[_Ask, int, int]:
         """Wait for the next stage that another warp group has filled; return the index of its use."""
@@ -324,10 +362,25 @@ class Timeline:
         def others() -> list[int]:
             return [at for at, use in enumerate(self.uses[pipeline]) if use.by != agent.name]
 
-        yield _Ask(lambda: self.uses[pipeline][others()[count]].full if count < len(others()) else None)
+        yield _Ask(lambda: self.full(pipeline, others()[count]) if count < len(others()) else None)
         use = others()[count]
         self.uses[pipeline][use].waits.append(agent.now)
         return use
+
+    def turn(self, agent: _Agent, do: str) -> Steps:
+        """Run a step of the ping-pong protocol."""
+        group = [other for other in self.agents if other.home == agent.home]
+        at = group.index(agent)
+        if do == "arrive" or (do == "init" and agent is group[-1]):
+            group[(at + 1) % len(group)].turns.append(agent.now)
+        if do == "sync" or (do == "tail" and agent is group[0]):
+            yield _Ask(
+                lambda: agent.turns[agent.taken] if len(agent.turns) > agent.taken else None,
+                hint="waits at the ping-pong barrier",
+            )
+            agent.taken += 1
+        if do == "sync":
+            self.spans.append(Span(agent.name, agent.now, agent.now + 1, TURN, "", "its turn"))
 
     def issue(self, agent: _Agent, op: Wgmma | Dot) -> None:
         """Issue a wgmma, which starts when the tensor cores have finished the earlier ones. It has the number of its
@@ -336,19 +389,12 @@ class Timeline:
         self.free = start + PRODUCT
         number = str(agent.held[op.b][1]) if op.b in agent.held else ""
         agent.flights[op.name] = self.free, number
-        label = re.sub(r"(_flight|_next|_RECEIVED|_in_\w+?)+$", "", op.name)
-        lane, hint = f"products of {agent.name}", f"%{op.name}"
-        self.spans.append(Span(lane, agent.now, start, "leader", "", f"{hint} waits for the tensor cores"))
-        self.spans.append(
-            Span(
-                lane,
-                start,
-                self.free,
-                "bar" if op.acc and op.over not in SIDES.values() else "bar deep",
-                f"{label} {number}".strip(),
-                hint,
-            )
-        )
+        product = self.products.of(op)
+        lane = f"products of {agent.name}"
+        self.spans.append(Span(lane, agent.now, start, "leader", "", f"{product.name} waits for the tensor cores"))
+        shown = SCORES if product.gives_scores else RESULTS
+        label = f"{product.product} {number}".strip()
+        self.spans.append(Span(lane, start, self.free, shown, label, f"{product.name}, %{op.name}"))
 
     @staticmethod
     def landed(agent: _Agent, product: str) -> Steps:
@@ -367,105 +413,13 @@ def _consumes(kernel: Kernel, block: Block, pipeline: str) -> bool:
     return False
 
 
+def _splits(kernel: Kernel, block: Block, pipeline: str) -> bool:
+    """True if the instances of a warp group split the tiles of a pipeline among themselves."""
+    return any(isinstance(op, PipelinedLoop) and op.round_robin == pipeline for op in kernel.within(block.name))
+
+
 def _classes(op: Op) -> set[str]:
     """Return the classes of tiles that a loop visits."""
     if isinstance(op, PipelinedLoop):
         return {cls for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
     return {op.cls} if isinstance(op, Loop) else set()
-
-
-# ---------------------------------------------------------------------------------------------- drawing
-
-
-def lanes(module: Module, kernel: Kernel) -> Drawing:
-    """Draw the timeline of a warp-specialized kernel, at the number of stages of its first config."""
-    config = module.configs(kernel.name, kernel.backend)[0]
-    line = Timeline(kernel, config.num_stages)
-    names = _order(kernel, line)
-    width, bottom = LEFT + STEP * line.end + 12, TOP + LANE * len(names)
-    shapes = [text(0, 12, f"@{kernel.name}, in steps", "strong")]
-    for step in range(0, line.end + 1, 2 * SOFTMAX):
-        shapes.append(path([(LEFT + STEP * step, TOP - 6), (LEFT + STEP * step, bottom)], "axis"))
-        shapes.append(text(LEFT + STEP * step, TOP - 8, str(step), "faint", "middle"))
-    for i, name in enumerate(names):
-        y = TOP + LANE * i
-        shapes.append(text(LEFT - 8, y + BAR - 2, _called(name), anchor="end"))
-        for span in sorted(
-            (s for s in line.spans if s.lane == name and s.end > s.start), key=lambda s: s.cls != "leader"
-        ):
-            shapes += _bar(span, y)
-    seen = {span.cls for span in line.spans if span.end > span.start}
-    legend, bottom = _legend([cls for cls in MEANING if cls in seen], bottom + 12, width)
-    says = f"{', '.join(map(_called, names))}, over {line.end} steps"
-    says += f"; {' and '.join(line.stuck)} wait for ever" if line.stuck else ""
-    return Drawing(width, bottom, f"Warp groups of @{kernel.name} over time", says, shapes + legend)
-
-
-def _order(kernel: Kernel, line: Timeline) -> list[str]:
-    """Return the names of lanes from the top: producers, pipelines, and the other warp groups, each with its
-    wgmmas."""
-    producers = {
-        b.name for b in kernel.warp_groups if any(isinstance(op, ProducerLoad) for op in kernel.within(b.name))
-    }
-    found = [agent.name for agent in line.agents if agent.name.split()[0] in producers]
-    found += [f"{pipeline} {stage}" for pipeline, stages in line.stages.items() for stage in range(stages)]
-    for agent in line.agents:
-        found += [] if agent.name in found else [agent.name, f"products of {agent.name}"]
-    drawn = {span.lane for span in line.spans}
-    return [name for name in found if name in drawn or name in {agent.name for agent in line.agents}]
-
-
-def _called(lane: str) -> str:
-    """Return a lane's name for readers: `K_pipeline 0` is stage 0 of K."""
-    pipeline, is_stage, stage = lane.partition("_pipeline ")
-    return f"{pipeline}, stage {stage}" if is_stage else lane
-
-
-def _bar(span: Span, y: float) -> list[Shape]:
-    x, right = LEFT + STEP * span.start, LEFT + STEP * span.end
-    if span.cls == "leader":
-        return [path([(x, y + BAR / 2), (right, y + BAR / 2)], "leader")]
-    shapes = [rect(x, y, right - x, BAR, span.cls, f"{span.hint}, steps {span.start} .. {span.end}")]
-    label = text((x + right) / 2, y + BAR - 3, span.label, anchor="middle")
-    return [*shapes, label._replace(attributes={**label.attributes, "font-size": "10"})] if span.label else shapes
-
-
-def _legend(classes: list[str], y: float, width: float) -> tuple[list[Shape], int]:
-    """Return the legend of the colours, wrapped into lines, and the y at which it ends."""
-    shapes: list[Shape] = []
-    x = 0.0
-    for cls, words in [*((cls, MEANING[cls]) for cls in classes), ("leader", "waits, or is in flight")]:
-        size = 24 + 6.6 * len(words)
-        x, y = (x, y) if x + size <= width else (0.0, y + LANE)
-        shapes.append(path([(x, y + 6), (x + 12, y + 6)], cls) if cls == "leader" else rect(x, y, 12, 12, cls))
-        shapes.append(text(x + 17, y + 10, words))
-        x += size + 10
-    return shapes, int(y) + LANE
-
-
-def svg(drawing: Drawing) -> str:
-    """Return a drawing as the text of an SVG file."""
-    size = f'viewBox="0 0 {drawing.width} {drawing.height}" width="{drawing.width}" height="{drawing.height}"'
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
-    lines += [
-        f"<title>{escape(drawing.title)}</title>",
-        f"<desc>{escape(drawing.says)}</desc>",
-        f"<style>{STYLE}</style>",
-    ]
-    for shape in drawing.shapes:
-        attributes = "".join(f' {key}="{escape(value)}"' for key, value in shape.attributes.items())
-        hint = f"<title>{escape(shape.hint)}</title>" if shape.hint else ""
-        lines.append(f"<{shape.tag}{attributes}>{hint}{escape(shape.text)}</{shape.tag}>")
-    return "\n".join([*lines, "</svg>", ""])
-
-
-def write_lanes(module: Module, file: Path) -> None:
-    """Write the timeline of a module's warp-specialized kernel; AttngenError for another suffix, or without such a
-    kernel."""
-    if file.suffix != ".svg":
-        raise AttngenError(f"--lanes {file}: expected a name that ends in .svg")
-    if not module.warp_specialized:
-        raise AttngenError(
-            f"--lanes {file}: no kernel of {module.name} is warp-specialized here; `attngen dump` shows its kernels"
-        )
-    file.write_text(svg(lanes(module, module.warp_specialized[0])), encoding="utf-8")

@@ -16,9 +16,11 @@ from attngen.cost.roofline import Problem
 from attngen.ir.module import Module
 from attngen.ir.printer import print_module
 from attngen.report.graphviz import to_dot
+from attngen.report.lanes import MEANING, STYLE, lanes, style, svg
 from attngen.report.page import page
-from attngen.report.timeline import MEANING, STYLE, Span, Timeline, lanes, svg
-from tests.helpers import ROOT
+from attngen.report.products import MATMULS, Products
+from attngen.report.timeline import STORED, TURN, Span, Timeline
+from tests.helpers import ROOT, target
 from tests.hopper.common import WARP_SPECIALIZED, after_passes, edited, forward_kernel, hopper_spec, lowered
 
 
@@ -33,12 +35,9 @@ def of_lane(line: Timeline, lane: str, cls: str) -> list[Span]:
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_every_warp_specialized_kernel_is_rendered(name: str) -> None:
     root = ET.fromstring(rendered(lowered(name)))
-    labels = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert (
-        "producer" in labels
-        and "K, stage 0" in labels
-        and {"products of consumer", "products of consumer 0"} & {*labels}
-    )
+    labels = {e.text for e in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"producer warp", "K, stage 0", "S = QKᵀ", "O += P V", "softmax"} <= labels
+    assert {"wgmma of consumer", "wgmma of consumer 1"} & labels
     right, bottom = float(root.get("width", "")), float(root.get("height", ""))
     for e in root.iter("{http://www.w3.org/2000/svg}rect"):
         x, y, width, height = (float(e.get(key, "")) for key in ("x", "y", "width", "height"))
@@ -69,7 +68,7 @@ def test_a_timeline_keeps_the_protocol(name: str) -> None:
     sums = [
         s.label for s in line.spans if s.lane in ("products of consumer", "products of consumer 0") and s.cls == "bar"
     ]
-    assert sums == [f"acc {n}" for n in range(len(line.uses["V_pipeline"]))]
+    assert sums == [f"P V {n}" for n in range(len(line.uses["V_pipeline"]))]
 
 
 def test_the_softmax_of_a_tile_overlaps_the_product_of_the_tile_before() -> None:
@@ -121,10 +120,12 @@ def test_an_edit_of_the_ir_changes_the_timeline(edit: str, tmp_path: Path) -> No
     with pytest.raises(SystemExit) as ended:
         main(["dump", str(tmp_path / "edited.ir"), "--lanes", str(tmp_path / "out.svg")])
     assert not ended.value.code and (tmp_path / "out.svg").read_text() not in ("", rendered(lowered("causal_gqa")))
+    light, dark = ((tmp_path / f"out{end}.svg").read_text() for end in ("", "-dark"))
+    assert light.replace(style("light"), style("dark")) == dark != light
 
 
 def test_warp_groups_that_wait_for_ever_are_named() -> None:
-    assert "producer and consumer 0 and consumer 1 wait for ever" in rendered(
+    assert "producer warp and consumer warp group 1 and consumer warp group 2 wait for ever" in rendered(
         edited("causal_gqa", ("    consumer_release %k\n", ""))
     )
 
@@ -134,6 +135,53 @@ def test_every_class_has_a_colour_in_the_svg_and_in_the_page() -> None:
     for cls in [*MEANING, "leader", "axis", "faint", "strong"]:
         selector = rf"\.{cls.replace(' ', '.')}\b"
         assert re.search(selector, STYLE) and re.search(selector, styles)
+    assert "svg { background: #ffffff;" in style("light") and "svg { background: #0f1317;" in style("dark")
+
+
+PRODUCTS = {
+    "fwd": {"S = QKᵀ", "O += P V"},
+    "fwd_long": {"S = QKᵀ", "O += P V"},
+    "dq": {"S = QKᵀ", "dP = dO Vᵀ", "dQ += dS K"},
+    "dk": {"S = QKᵀ", "dP = dO Vᵀ", "dK += dSᵀ Q"},
+    "dv": {"S = QKᵀ", "dV += Pᵀ dO"},
+    "dkdv": {"S = QKᵀ", "dP = dO Vᵀ", "dV += Pᵀ dO", "dK += dSᵀ Q"},
+    "bwd": {"S = QKᵀ", "dP = dO Vᵀ", "dV += Pᵀ dO", "dK += dSᵀ Q", "dQ = dS K"},
+    "jvp": {"S = QKᵀ", "tS = tQ Kᵀ", "tS += Q tKᵀ", "tO += P tV", "tO += tP V"},
+    "packed": {"S = QKᵀ", "O += P V"},
+    "decode": {"S = QᵣKᵣᵀ", "S += QKᵀ", "O += P V"},
+}
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("name", ["causal_gqa", "causal_mqa", "causal_d256", "decode_mla"])
+def test_products_have_the_names_of_flash_attention(name: str) -> None:
+    """They follow from the operands, so they are the same before and after warp-specialize."""
+    module = target(name)
+    kernels = [k for k in (*module.kernels, *module.warp_specialized) if k.dots or k.backend]
+    for kernel in (k for k in kernels if name != "decode_mla" or k.name == "decode"):
+        products = Products(kernel)
+        found = {products.of(op).name for op in kernel.ops() if isinstance(op, MATMULS)}
+        assert found == PRODUCTS[kernel.name], kernel.name
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("name", ["causal_gqa", "block_sparse_mha", "causal_d256", "decode_mla"])
+def test_no_kernel_waits_for_ever(name: str) -> None:
+    """dS and dQ, which all consumers store a part of, the ping-pong barrier, and warps that split the tiles of dQ."""
+    module = target(name)
+    for kernel in module.warp_specialized:
+        line = Timeline(kernel, module.configs(kernel.name, kernel.backend)[0].num_stages)
+        assert line.stuck == [], kernel.name
+
+
+def test_the_fused_backward_takes_turns_and_adds_each_tile_of_dq_once() -> None:
+    module = lowered("causal_gqa")
+    (bwd,) = (k for k in module.warp_specialized if k.name == "bwd")
+    line = Timeline(bwd, 2)
+    added = [of_lane(line, f"dq_reducer {n}", STORED) for n in (0, 1)]
+    assert sorted(span.label for spans in added for span in spans) == ["0", "1", "2"] and len(added[0]) == 2
+    turns = sorted((s.start, s.lane) for s in line.spans if s.cls == TURN)
+    assert [lane for _, lane in turns] == ["consumer 0", "consumer 1"] * (len(turns) // 2) and len(turns) == 12
 
 
 @pytest.mark.share(4)
@@ -144,7 +192,7 @@ def test_the_page_and_the_graph_have_warp_specialized_kernels() -> None:
     )
     root = ET.fromstring(text)
     (section,) = (e for e in root.iter("section") if e.get("id") == "warp-groups")
-    assert any(e.text == "consumer 1" for e in section.iter("text")) and any(
+    assert any(e.text == "consumer warp group 1" for e in section.iter("text")) and any(
         e.get("href") == "#warp-groups" for e in root.iter("a")
     )
     assert "from triton.experimental import gluon" in "".join(root.itertext())

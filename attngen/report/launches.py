@@ -1,0 +1,183 @@
+"""What a call launches: for each device class and call size, the kernel, portable or warp-specialized, and its config;
+and the roofline estimates of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sympy
+
+from attngen.cost.flops import executed_flops
+from attngen.cost.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes
+from attngen.cost.roofline import Estimate, Problem, counts, peak, values
+from attngen.devices import CLASSES, Device
+from attngen.ir.expr import Bool, select, symbol
+from attngen.ir.expr_text import to_text
+from attngen.ir.host import Host, If, Launch
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
+from attngen.ir.ops import Arg, Map
+from attngen.targets.registry import maker_of
+from attngen.tiles.sizes import elem_sizes
+from attngen.tiles.tiles import evaluate
+
+PORTABLE = "portable, Triton"
+GROUPS = {"dq_reducer": "dQ reduction"}  # names of warp groups for readers, where they differ from those in the IR
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel that calls launch on a device class, for numbers of rows above `above` and up to `most` (None: any).
+
+    where: the condition of the host program under which it is launched; empty if there is none.
+    """
+
+    host: str
+    where: str
+    kernel: Kernel
+    config: Config
+    above: int
+    most: int | None
+
+    @property
+    def purpose(self) -> str:
+        """The part of a call that the kernel computes, such as `Forward of few queries`."""
+        return self.kernel.about.partition(":")[0]
+
+    @property
+    def implementation(self) -> str:
+        """`portable, Triton`, or `warp-specialized` and the backend."""
+        return f"warp-specialized, {self.config.backend.title()}" if self.kernel.backend else PORTABLE
+
+    @property
+    def size(self) -> str:
+        """The numbers of rows by which it is chosen, as a formula."""
+        rows = rows_named(self.kernel)
+        if self.most is None:
+            return f"{rows} > {self.above}" if self.above else "any"
+        return f"{f'{self.above} < ' * bool(self.above)}{rows} ≤ {self.most}"
+
+    @property
+    def warps(self) -> str:
+        """Number of warps of a program; in a warp-specialized kernel those of each warp group."""
+        groups = [b for b in self.kernel.warp_groups if b.warp_group]
+        if not groups:
+            return str(self.config.num_warps)
+        each = ((b.name, b.warp_group) for b in groups)
+        return " + ".join(
+            f"{f'{g.instances} × ' * (g.instances > 1)}{g.warps} {GROUPS.get(name, name)}" for name, g in each if g
+        )
+
+
+def rows_named(kernel: Kernel) -> str:
+    """The name of the number of rows by which a call chooses the config of a kernel (see `rows_of_call`)."""
+    if kernel.combines_splits:
+        return "B·Hq·Nq"
+    if kernel.pack_gqa:
+        return "Nq·Hq/Hkv"
+    return "Nq" if kernel.program_axis == "q" else "Nk"
+
+
+def launches(module: Module, cls: str) -> list[Launched]:
+    """Return what calls launch on a device class, in the order of the host programs. Kernels without matrix products
+    are left out."""
+    found = []
+    for host in module.hosts:
+        for where, name in dict.fromkeys(_launched(module, host, "entry", "", cls)):
+            kernel = module.kernel(name)
+            for above, most, (launched, config) in ranges(module, kernel, cls) if kernel.dots else ():
+                found.append(Launched(host.name, where, launched, config, above, most))
+    return found
+
+
+def ranges(module: Module, kernel: Kernel, cls: str) -> Iterator[tuple[int, int | None, tuple[Kernel, Config]]]:
+    """Yield (rows above, most rows, (kernel, config)) for a kernel on a device class, as the generated code chooses at
+    the smallest element size. Warp-specialized kernels go first."""
+    size = min(elem_sizes(module, kernel))
+    portable = [(kernel, c) for c in module.configs(kernel.name) if (c.device, c.elem_bytes) == (cls, size)]
+    special = [(k, c) for k, c in module.stand_ins(kernel.name) if (c.device, c.elem_bytes) == (cls, size)]
+    pairs = [*reversed(special), *portable]
+    ends = {c.max_rows for _, c in pairs if c.max_rows is not None} | {c.min_rows for _, c in special if c.min_rows}
+    above = 0
+    made: list[tuple[int, int | None, tuple[Kernel, Config]]] = []
+    for most in [*sorted(ends), None]:
+        pair = next(
+            (
+                p
+                for p in pairs
+                if p[1].min_rows <= above and (p[1].max_rows is None or (most or 2**31) <= p[1].max_rows)
+            ),
+            None,
+        )
+        if pair and made and made[-1][1] == above and made[-1][2] == pair:
+            made[-1] = made[-1][0], most, pair
+        elif pair:
+            made.append((above, most, pair))
+        above = most or above
+    yield from made
+
+
+def _launched(module: Module, host: Host, block: str, where: str, cls: str) -> Iterator[tuple[str, str]]:
+    """Yield (condition, kernel) for the launches of a block and of the branches that a device class can take. A branch
+    whose kernels have no config there is never taken, so that the condition of the other one is left out."""
+    for op in host.block(block).ops:
+        if isinstance(op, Launch):
+            yield where, op.kernel
+        elif isinstance(op, If):
+            taken = _runs(module, host, op.then, cls)
+            says = "" if op.where == sympy.true else _condition(host, op.where)
+            if taken:
+                yield from _launched(module, host, op.then, _both(where, says), cls)
+            if op.orelse:
+                other = _both(where, "otherwise") if taken and says else where
+                yield from _launched(module, host, op.orelse, other, cls)
+
+
+def _both(one: str, other: str) -> str:
+    return ", ".join(filter(None, (one, other)))
+
+
+def _runs(module: Module, host: Host, block: str, cls: str) -> bool:
+    """True if every kernel that a block launches has a config on a device class."""
+    launched = [module.kernel(op.kernel) for op in host.block(block).ops if isinstance(op, Launch)]
+    return all(any(ranges(module, kernel, cls)) for kernel in launched if kernel.dots)
+
+
+def _condition(host: Host, where: Bool) -> str:
+    """Return a condition in terms of a call's sizes. Gradients are taken to be needed, and the kernels to exist."""
+    known = {symbol(op.name): op.expr for op in host.ops() if isinstance(op, Map) and not op.type.dims}
+    flags = {symbol(op.name): sympy.true for op in host.ops() if isinstance(op, Arg) and op.role == "flag"}
+    while (plain := where.xreplace(known)) != where:
+        where = plain
+    where = where.xreplace(flags).subs(symbol("fused"), 1)
+    text = to_text(where.replace(lambda e: isinstance(e, sympy.Gt) and isinstance(e.lhs, select), _chosen))
+    return text.replace(">=", "≥").replace("<=", "≤").replace("*", "·")
+
+
+def _chosen(above: sympy.Gt) -> Bool:
+    """Return the condition under which `select(condition, number, other)` is above a third number."""
+    condition, number, other = above.lhs.args
+    return condition if number > above.rhs and other <= above.rhs else above
+
+
+def estimate_of(module: Module, runs: Kernel, config: Config, device: Device, problem: Problem) -> Estimate:
+    """Return the roofline estimate of a warp-specialized kernel under a config. It loads and stores what the portable
+    kernel that it stands in for would with the config's tile."""
+    kernel = module.kernel(runs.stands_for)
+    known = values(module, kernel, config, problem)
+    numbers = known | counts(module, known, device)
+    resident = {str(CACHE): device.cache_bytes, str(IN_FLIGHT): device.sms * runs.ctas_per_sm}
+    flops, loaded = (float(evaluate(total, numbers)) for total in (executed_flops(kernel), hbm_bytes(kernel)))
+    moved = float(evaluate(dram_bytes(kernel).total, numbers | module.widths | resident))
+    return Estimate(
+        runs.name,
+        config,
+        maker_of(config).resources.sram_bytes(module, runs, config),
+        CLASSES[device.cls].smem_per_block,
+        loaded,
+        moved,
+        flops,
+        flops / peak(module, config, device),
+        moved / device.hbm_bytes_per_s,
+    )
