@@ -22,6 +22,7 @@ from attngen.lang.convert import _OPERATORS
 from attngen.lang.meanings import FUNCTIONS, OPERATORS
 from attngen.lang.names import CALLS, POSITIONS
 from attngen.masks import Mask, registry
+from attngen.report.page import style_sheet
 from attngen.scores import score_registry
 from attngen.spec import Spec
 from docs.site.committed import spec_files
@@ -117,17 +118,40 @@ def test_the_page_of_a_spec_has_its_parts(tmp_path: Path, monkeypatch: pytest.Mo
     path = ROOT / "specs" / f"{name}.yaml"
     made = make_pages(path, spec(name))
     assert f"```yaml\n{path.read_text()}```" in made.markdown and f"](../explain/{name}.html)" in made.markdown
-    for title in ("The mask, the first elements", "Tiles of @fwd", "Tiles of @dkdv", "Tiles of @dq"):
+    for title in (
+        "The mask, the first elements",
+        "Tiles of @fwd",
+        "Tiles of @dkdv",
+        "Tiles of @dq",
+        "Shared memory on sm90: 227 KiB",
+        "Roofline of H100: portable, Triton",
+        "Roofline of H100: warp-specialized, Hopper",
+    ):
         assert f"<figcaption>{title}</figcaption>" in made.markdown
     assert (
         "attention(\n    q: torch.Tensor," in made.markdown
         and "| <code>return_lse</code> | <code>False</code> |" in made.markdown
     )
-    assert re.findall("<summary>(.*)</summary>", made.markdown)[:2] == ["__init__.py", "kernels.py"]
+    code = made.markdown.partition("## Generated code")[2]
+    assert re.findall("<summary>(.*)</summary>", code) == ["__init__.py", "kernels.py", "hopper.py"]
+    assert "<td>warp-specialized, Hopper</td>" in made.markdown.partition("## What a call launches")[2]
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit):
         main(["explain", f"specs/{name}.yaml", "--html", str(tmp_path / "page.html")])
-    assert (tmp_path / "page.html").read_text(encoding="utf-8") == made.explained
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    # On the site the page links to the style sheet that all these pages share, and to the code on the spec's page.
+    (style,) = re.findall(r"<style>\n(.*?)</style>", page, re.DOTALL)
+    assert style.strip() == style_sheet().strip()
+    page = page.replace(f"<style>\n{style}</style>", '<link rel="stylesheet" href="../assets/explain.css"/>')
+    page = page.replace("style-src &#39;unsafe-inline&#39;", "style-src &#39;self&#39;")
+    before, _, code = page.partition('<section id="code">\n<h2>Generated code</h2>\n')
+    link = f'<p><a href="../specs/{name}/#generated-code">The page of the spec</a> has it.</p>\n</section>'
+    assert (
+        made.explained
+        == before + '<section id="code">\n<h2>Generated code</h2>\n' + link + code[code.index("\n</main>") :]
+    )
+    shown = re.findall(r"<pre[^>]*><code>(.*?)</code></pre>", code, re.DOTALL)
+    assert len(shown) >= 2 and all(f"<pre><code>{text}</code></pre>" in made.markdown for text in shown)
 
 
 # ---------------------------------------------------------------------------------------------- pages and links

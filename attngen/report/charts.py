@@ -91,7 +91,7 @@ def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[
 
 
 def element_map(name: str, seen: list[list[bool]], q0: int, k0: int) -> Drawing:
-    """Draw elements of the score matrix, queries down from q0 and keys across from k0; visible elements are dark."""
+    """Draw elements of the score matrix, queries down from q0 and keys across from k0; visible elements are blue."""
     left, top = 44, 34
     side = PLOT / max(len(seen), len(seen[0]))
     shapes = [text(left + PLOT, 12, "keys →", "faint", "end"), text(0, 12, "queries ↓", "faint")]
@@ -200,7 +200,8 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
     shapes.append(text(right, bottom + 34, "FLOP / B", "faint", "end"))
     shapes.append(text(0, bottom + 34, "↑ TFLOP/s", "faint"))
     ordered = sorted(points, key=lambda p: p.cached)
-    for point, label_x in zip(ordered, _spread([x_of(p.cached) for p in ordered], 46, left + 20, right - 20)):
+    gap = 10.0 + 8 * max(len(p.label) for p in points)  # between the middles of labels
+    for point, label_x in zip(ordered, _spread([x_of(p.cached) for p in ordered], gap, left + 20, right - gap / 2)):
         x, y = x_of(point.cached), y_of(under(point.cached))
         shapes.append(path([(label_x, 18), (x, y)], "leader"))
         shapes.append(text(label_x, 14, point.label, "strong", "middle"))

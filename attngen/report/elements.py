@@ -104,7 +104,7 @@ class Sample:
         sizes = Sizes(SEQUENCES, HEADS, SHARINGS[self.spec.heads.sharing].kv_heads(HEADS, 2), SIDE, SIDE)
         inputs = self.inputs(sizes)
         mask = self.mask(sizes, inputs)
-        remarks = [f"{SIDE} queries and {SIDE} keys; dark elements are visible."]
+        remarks = [f"{SIDE} queries and {SIDE} keys; blue elements are visible."]
         differs = [
             word for word, axis in (("sequences", 0), ("heads", 1)) if not bool((mask == mask.narrow(axis, 0, 1)).all())
         ]

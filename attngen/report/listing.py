@@ -1,4 +1,4 @@
-"""Listings of the page: the changes of each pass in the IR, and IR and Python with syntax highlighting."""
+"""Listings of the page: the changes of each pass in the IR, and Python with syntax highlighting."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import NamedTuple
 from markupsafe import Markup, escape
 
 from attngen.ir.module import Module
-from attngen.ir.ops import OPS
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import passes
 from attngen.spec import Spec
 
 
 class Line(NamedTuple):
-    """A line of a diff (`added`, `removed` or `same`), or a heading, `where`, with the place of the lines below it."""
+    """Lines of a diff (`added`, `removed` or `same`), or a heading, `where`, with the place of the lines below it."""
 
     cls: str
     text: str
@@ -33,28 +32,23 @@ class Step(NamedTuple):
     added: int
     removed: int
     diff: list[Line]
-    ir: Markup  # empty if the pass changed nothing
+    ir: str  # empty if the page does not show it
 
 
 def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
     """Yield the changes of each pass. `steps` has the name of each pass and the module after it; the first is
-    `build`."""
+    `build`. Three modules are shown as a whole: the logical one, the last without warp-specialized kernels, and the
+    target module."""
     says = {p.name: _says(sys.modules[type(p).__module__].__doc__) for p in passes(spec, steps[0][1])}
+    portable = max(i for i, (_, module) in enumerate(steps) if not module.warp_specialized)
+    shown = {0, portable, len(steps) - 1}
     before: list[str] = []
     for i, (name, module) in enumerate(steps):
         text = print_module(module)
         diff = list(_diff(before, text.splitlines())) if i else []
-        kinds = [line.cls for line in diff]
+        sizes = {kind: sum(len(d.text.splitlines()) for d in diff if d.cls == kind) for kind in ("added", "removed")}
         sentence = says.get(name, "the computation, before any decision.")
-        yield Step(
-            name,
-            sentence,
-            module.phase,
-            kinds.count("added"),
-            kinds.count("removed"),
-            diff,
-            highlight(text, "ir") if diff or not i else Markup(""),
-        )
+        yield Step(name, sentence, module.phase, sizes["added"], sizes["removed"], diff, text if i in shown else "")
         before = text.splitlines()
 
 
@@ -71,11 +65,10 @@ def _diff(before: list[str], after: list[str]) -> Iterator[Line]:
         where = next((line for line in reversed(above) if line.startswith(("kernel ", "schedule ", "module "))), "")
         yield Line("where", " ".join(where.split()[:2]))
         for tag, i1, i2, j1, j2 in group:
-            if tag == "equal":
-                yield from (Line("same", f"  {line}") for line in before[i1:i2])
-            else:
-                yield from (Line("removed", f"- {line}") for line in before[i1:i2])
-                yield from (Line("added", f"+ {line}") for line in after[j1:j2])
+            parts = [("same", "  ", before[i1:i2])]
+            if tag != "equal":
+                parts = [("removed", "- ", before[i1:i2]), ("added", "+ ", after[j1:j2])]
+            yield from (Line(cls, "\n".join(sign + line for line in lines)) for cls, sign, lines in parts if lines)
 
 
 _PYTHON = re.compile(
@@ -83,17 +76,12 @@ _PYTHON = re.compile(
     r"|(?P<name>@[\w.]+)|\b(?P<word>and|as|assert|class|def|elif|else|for|from|if|import|in|is|lambda|not|or|raise"
     r"|return|while|with)\b"
 )
-_IR = re.compile(
-    r"(?P<comment>^//[^\n]*)|(?P<name>@(?!hbm|sram|reg)\w+)|(?P<string>%[\w.]+)|"
-    rf"\b(?P<word>(?:(?<=^    )|(?<= = ))(?:{'|'.join(OPS)})|^(?:module|kernel|schedule)|(?<=^  )block)\b",
-    re.MULTILINE,
-)
 
 
-def highlight(text: str, language: str) -> Markup:
-    """Return Python or IR as HTML that marks comments, strings (in IR: values), names and keywords."""
+def highlight(text: str) -> Markup:
+    """Return Python as HTML that marks comments, strings, names and keywords."""
     parts, at = [], 0
-    for match in (_IR if language == "ir" else _PYTHON).finditer(text):
+    for match in _PYTHON.finditer(text):
         parts += [escape(text[at : match.start()]), f'<span class="{match.lastgroup}">{escape(match[0])}</span>']
         at = match.end()
     return Markup("".join([*parts, escape(text[at:])]))

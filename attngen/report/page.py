@@ -4,8 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from math import isclose
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +12,11 @@ import sympy
 import yaml
 from markupsafe import Markup
 
-from attngen.codegen.signature import signatures
+from attngen.codegen.signature import Signature, signatures
 from attngen.cost.flops import executed_flops, useful_flops
 from attngen.cost.io import compulsory_bytes, hbm_bytes, standard_bytes
-from attngen.cost.report import schedule
-from attngen.cost.roofline import Estimate, Problem, estimate, standard_total
-from attngen.cost.split_d import split_d_costs
-from attngen.devices import CLASSES, DEVICES, Device
+from attngen.cost.roofline import Problem
+from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol
 from attngen.ir.expr_text import to_text
@@ -29,21 +26,26 @@ from attngen.ir.module import Module
 from attngen.ir.ops import ListPosition, Map, Mask
 from attngen.ir.split_axes import whole_range
 from attngen.lowering.pipeline import unspecialized
-from attngen.report.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
+from attngen.report.charts import UNLISTED
 from attngen.report.elements import Sample
 from attngen.report.environment import environment as environment
 from attngen.report.explain import bounds
 from attngen.report.lanes import lanes
 from attngen.report.listing import changes, highlight
 from attngen.report.mathml import SYMBOLS, MathML
-from attngen.report.tilemap import TileMap, chosen, configs_on, tile_maps
+from attngen.report.panels import TIGHT, device_panel, fit, what_runs
+from attngen.report.tilemap import TileMap, chosen, tile_maps
 from attngen.spec import Spec
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.tiles import extent, heads, tile_loops
 
 KV = symbol("kv_idx")
 SEES = "query q sees key k"  # the label of a mask's formula
-TIGHT = 0.9  # share of a device's shared memory from which on bars have another colour
+CODE = (
+    "__init__.py",
+    "kernels.py",
+    *(specializer.file for specializer in SPECIALIZERS.values()),
+)  # of a module's files
 
 
 def check_path(path: Path) -> None:
@@ -57,20 +59,45 @@ def check_path(path: Path) -> None:
 
 
 def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:
-    """Return the page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a
-    problem size."""
-    module = steps[-1][1]
+    """Return the page of a spec, which loads no other file, from its file's text, the module after each pass (`steps`),
+    the generated files, and a problem size."""
+    return printed(explained(spec, text, steps, files, problem))
+
+
+def printed(found: dict[str, Any], style_sheet: str = "", code_page: str = "") -> str:
+    """Return the page with what `explained` returns.
+
+    style_sheet: a style sheet to link to, instead of one inside the page.
+    code_page: a page to link to that has the generated code, instead of the code.
+    """
+    template = environment().get_template("page.html.jinja")
+    return template.render(found, style_sheet=style_sheet, code_page=code_page)
+
+
+def style_sheet() -> str:
+    """Return the style sheet of the page as a file."""
+    return environment().get_template("style.css.jinja").render()
+
+
+def explained(
+    spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem
+) -> dict[str, Any]:
+    """Return everything that the page shows, by the names of its template."""
+    logical, module = steps[0][1], steps[-1][1]
     typeset = MathML()
     report, sample = json.loads(files["report.json"]), Sample(spec)
+    called = list(signatures(files["__init__.py"]))
     heads = f"Hq = {problem.q_heads}, Hkv = {problem.kv_heads}"
     context = {
         "module": module,
+        "about": " ".join(line.lstrip("# ") for line in takewhile(_is_comment, text.splitlines())),
         "size": f"B = {problem.batch}, {heads}, Nq = {problem.n_q}, Nk = {problem.n_kv}",
         "spec_text": text,
         "canonical": yaml.safe_dump(spec.canonical(), sort_keys=False, allow_unicode=True),
-        "general": meaning(steps[0][1], module, typeset),
+        "general": meaning(logical, module, typeset),
         "kernels": [_kernel(module, kernel, problem, typeset) for kernel in module.kernels],
-        "signatures": list(signatures(files["__init__.py"])),
+        "signatures": called,
+        "example": example(module, called),
         "pictures": sample.pictures,
         "maps": (maps := tile_maps(sample, module, problem)),
         "unlisted": any(isinstance(m, TileMap) and m.count(UNLISTED) for _, m in maps),
@@ -78,23 +105,33 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "other_kernels": [sentence for kernel in module.kernels if (sentence := _other_kernel(module, kernel))],
         "tight": f"{TIGHT:.0%}",
         "unspecialized": list(unspecialized(spec, dict(steps)["dce"])),
-        "fits": [_fit(module, cls, problem, report) for cls in CLASSES],
-        "devices": [_device(module, device, problem) for device in DEVICES.values()],
+        "runs": [(cls, what_runs(module, cls)) for cls in CLASSES],
+        "fits": [fit(module, cls, problem, report) for cls in CLASSES],
+        "devices": [device_panel(module, device, problem) for device in DEVICES.values()],
         "passes": list(changes(spec, steps)),
-        "code_files": [(name, highlight(files[name], name.rpartition(".")[2])) for name in _code(module)],
+        "code_files": [(name, highlight(files[name])) for name in CODE if name in files],
     }
-    context["symbols"] = _legend(steps[0][1], module, typeset)
-    return environment().get_template("page.html.jinja").render(context)
+    return context | {"symbols": _legend(logical, module, typeset)}
 
 
-def _code(module: Module) -> list[str]:
-    """Return the names of the generated files that the page shows."""
-    return [
-        "__init__.py",
-        "kernels.py",
-        *dict.fromkeys(SPECIALIZERS[kernel.backend].file for kernel in module.warp_specialized),
-        "schedule.ir",
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
+def example(module: Module, called: list[Signature]) -> str:
+    """Return a call of a module, with the arguments that it requires and those of the mask and modifiers."""
+    s = next((s for s in called if module.cache and s.name.endswith("with_kvcache")), called[0])
+    own = {i.name for i in module.inputs if not i.is_size}
+    given = [name for name, _, default, _ in s.args if not default or name in own]
+    words = [name if name in ("q", "k", "v") else f"{name}={name}" for name in given]
+    lines = [
+        "import attngen",
+        f'attention = attngen.load("generated/{module.name}").attention  # after `attngen build {module.name}`',
+        f"out = {s.name}({', '.join(words)})",
     ]
+    if "backward" in module.directions:
+        lines.append("out.sum().backward()")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------- formulas
@@ -237,132 +274,6 @@ def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Mark
     ]
 
 
-# ---------------------------------------------------------------------------------------------- devices
-
-
-class Table(NamedTuple):
-    """Headings and rows of text; columns of numbers are aligned to the right."""
-
-    caption: str
-    headings: list[str]
-    rows: list[list[str]]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A device or a class of devices: its charts, a table, and remarks on what these leave out."""
-
-    title: str
-    charts: list[Drawing]
-    table: Table
-    remarks: list[str] = field(default_factory=list)
-
-
-def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> Panel:
-    """Return the shared memory of the tiles chosen for a device class, compared with its limit."""
-    limit = CLASSES[cls].smem_per_block
-    lines, rows = [], []
-    for kernel in module.kernels:
-        launched = configs_on(module, kernel, cls, problem)
-        if not launched:
-            elsewhere = " and ".join(dict.fromkeys(config.device for _, config in module.stand_ins(kernel.name)))
-            says = (
-                f"runs only on {elsewhere}"
-                if elsewhere and not any(u.device == cls for u in module.not_fitting(kernel.name))
-                else "no tile fits"
-            )
-            lines.append(Bar(f"@{kernel.name}: {says}"))
-            rows.append([f"@{kernel.name}", "none", "", "", "", ""])
-        for one, config in launched:
-            name = f"@{kernel.name}" + (f", {config.backend}" if config.backend != module.backend else "")
-            of_report = report["kernels"].get(one.name, report["kernels"][kernel.name])["schedules"]
-            known = next(
-                r
-                for r in of_report
-                if schedule(config).items() <= r.items() and r.get("backend", module.backend) == config.backend
-            )
-            need = known["sram_bytes"]
-            colour = "bar tight" if need >= TIGHT * limit else "bar"
-            lines.append(Bar(name, f"{need / 1024:.1f} KiB, {need / limit:.0%}", need, colour))
-            reported = f"{known['reading']['shared_bytes']:,}" if known["reading"] else "not read"
-            tile = config.tile.replace("x", " × ")
-            rows.append([name, tile, str(config.num_warps), str(config.num_stages), f"{need:,}", reported])
-    headings = ["kernel", "tile", "warps", "stages", "predicted", "compiler"]
-    title = f"{cls}: {limit // 1024} KiB"
-    reasons = [u.reason for kernel in module.kernels for u in module.not_fitting(kernel.name) if u.device == cls]
-    table = Table(f"Bytes of {limit:,}, as predicted and as the compiler reports them", headings, rows)
-    return Panel(
-        title,
-        [bars(f"Shared memory of each kernel on {cls}, of {limit // 1024} KiB", lines, limit, NARROW)],
-        table,
-        reasons,
-    )
-
-
-def _device(module: Module, device: Device, problem: Problem) -> Panel:
-    """Return the bytes moved on a device, and its roofline."""
-    rows, remarks, points, moved = [], [], [], []
-    found: list[Estimate] = []
-    for direction in module.directions:
-        mine: list[Estimate] = []
-        for kernel in module.kernels_of(direction):
-            try:
-                e = estimate(module, kernel, device, problem)
-            except KeyError as error:  # a symbol without a value
-                remarks.append(f"What @{kernel.name} moves depends on {error.args[0]}, which is not known here.")
-                continue
-            if e is None:
-                remarks.append(f"No tile of @{kernel.name} fits.")
-                continue
-            mine.append(e)
-            share = e.loaded / standard_total(module, direction, e.config, problem)
-            cells = [
-                e.config.tile.replace("x", " × "),
-                _si(e.flops, "FLOP"),
-                _si(e.loaded, "B"),
-                f"{share:.3f}",
-                _si(e.bytes, "B"),
-            ]
-            rows.append([f"@{kernel.name}", *cells, f"{e.intensity:,.0f}", e.binds, _si(e.seconds, "s")])
-            if e.flops:
-                points.append(Point(f"@{kernel.name}", e.intensity, e.flops / e.loaded))
-            else:
-                remarks.append(
-                    f"@{kernel.name} has no matrix product: memory bounds it, and the roofline leaves it out."
-                )
-        found += mine
-        if len(mine) == len(module.kernels_of(direction)):
-            moved += _bytes_moved(direction, standard_total(module, direction, mine[0].config, problem), mine)
-    charts = []
-    if points:
-        first = next(e for e in found if e.flops)
-        peak = first.flops / first.compute_s
-        name = next(name for name, rate in device.flops.items() if isclose(rate, peak, rel_tol=1e-6))
-        charts.append(roofline(f"Roofline of {device.name}", points, peak, device.hbm_bytes_per_s, name))
-    if moved:
-        charts.append(bars(f"Bytes moved on {device.name}", moved, max(bar.value or 0.0 for bar in moved)))
-    headings = ["kernel", "tile", "work", "loaded", "/ standard", "HBM", "FLOP / B", "bound", "roofline time"]
-    remarks += split_d_costs(module, problem, [device])
-    return Panel(
-        f"{device.name} ({device.cls})",
-        charts,
-        Table(f"Work, bytes and time on {device.name}", headings, rows),
-        remarks,
-    )
-
-
-def _bytes_moved(direction: str, standard: float, estimates: list[Estimate]) -> list[Bar]:
-    """Return the bars of one direction: the bytes of standard attention, those that our kernels load and store, and
-    those of them that reach HBM."""
-    loaded, from_hbm = sum(e.loaded for e in estimates), sum(e.bytes for e in estimates)
-    return [
-        Bar(direction),
-        Bar("standard attention", _si(standard, "B"), standard, "bar other"),
-        Bar("loaded and stored by programs", _si(loaded, "B"), loaded),
-        Bar("of that, from and to HBM", _si(from_hbm, "B"), from_hbm, "bar deep"),
-    ]
-
-
 def _other_kernel(module: Module, kernel: Kernel) -> str:
     """Return a description of a kernel that most calls of a direction do not launch, so that the page shows no bytes
     and time for it; empty for other kernels."""
@@ -376,21 +287,3 @@ def _other_kernel(module: Module, kernel: Kernel) -> str:
     }
     where = next((to_text(op.where) for op in forward.ops() if isinstance(op, If) and op.then in launching), "")
     return f"@{kernel.name}{f', in place of @fwd where {where}' if where else ''}. {kernel.about}"
-
-
-def _si(value: float, unit: str) -> str:
-    """Return a quantity to three digits, with an SI prefix."""
-    for factor, prefix in (
-        (1e15, "P"),
-        (1e12, "T"),
-        (1e9, "G"),
-        (1e6, "M"),
-        (1e3, "k"),
-        (1.0, ""),
-        (1e-3, "m"),
-        (1e-6, "µ"),
-    ):
-        if value >= 0.9995 * factor:
-            shown = value / factor
-            return f"{shown:.{2 if shown < 9.995 else 1 if shown < 99.95 else 0}f} {prefix}{unit}"
-    return f"0 {unit}" if not value else f"{value:.1e} {unit}"

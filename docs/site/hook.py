@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 from rich.progress import TaskID
 
 from attngen.errors import AttngenError
+from attngen.report.page import style_sheet
 from docs.site.committed import ROOT, spec_files
 from docs.site.images import with_pictures
 from docs.site.models import models_page
@@ -37,7 +38,8 @@ def generated() -> dict[str, str]:
     files = {
         page: (ROOT / source).read_text(encoding="utf-8") for source, page in OUTSIDE.items() if page != NOTEBOOK_PAGE
     }
-    files |= {NOTEBOOK_PAGE: notebook_page(), "assets/figures.css": figures_css(), "specs/index.md": variants_page()}
+    files |= {NOTEBOOK_PAGE: notebook_page(), "specs/index.md": variants_page()}
+    files |= {"assets/figures.css": figures_css(), "assets/explain.css": style_sheet()}
     files["models.md"] = models_page()
     return files | reference_pages()
 

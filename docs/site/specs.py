@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from attngen.cache.collector import paused
-from attngen.codegen.signature import signatures
 from attngen.cost.roofline import Problem
 from attngen.ir.heads import SHARINGS
 from attngen.lowering.pipeline import stages
-from attngen.report.elements import Sample
-from attngen.report.listing import highlight
-from attngen.report.mathml import MathML
-from attngen.report.page import meaning, page
-from attngen.report.tilemap import tile_maps
+from attngen.report.page import explained, printed
 from attngen.spec import Spec, load_spec
 from docs.site.committed import ROOT, spec_files
 from docs.site.pages import rendered
 
-SHOWN = ("__init__.py", "kernels.py", "hopper.py")  # of a module's files
+STYLE_SHEET = "../assets/explain.css"  # of the pages of `attngen explain`, from one of them
 Q_HEADS, GROUPS = 16, 4  # of the calls for which pages show numbers, as in `attngen explain`
 
 
 class SpecPages(NamedTuple):
-    """The page of a spec as Markdown, and the output of `attngen explain --html` for it."""
+    """The page of a spec as Markdown, and the page of `attngen explain --html` for it, without style and code."""
 
     name: str
     markdown: str
@@ -62,18 +56,6 @@ def make_pages(path: Path, spec: Spec) -> SpecPages:
     files = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir() if file.is_file()}
     steps = list(stages(spec, verify_each=False))  # tests verify the committed specs after each pass
     problem = Problem(q_heads=Q_HEADS, kv_heads=SHARINGS[spec.heads.sharing].kv_heads(Q_HEADS, GROUPS))
-    logical, module, sample = steps[0][1], steps[-1][1], Sample(spec)
-    about = " ".join(line.lstrip("# ") for line in re.match(r"(?:#.*\n)*", text)[0].splitlines())  # type: ignore[index]
-    markdown = rendered(
-        "spec.md.jinja",
-        name=spec.name,
-        about=about,
-        module=module,
-        text=text,
-        meant=meaning(logical, module, MathML())[0],
-        pictures=sample.pictures,
-        maps=tile_maps(sample, module, problem),
-        signatures=list(signatures(files["__init__.py"])),
-        code=[(name, highlight(files[name], "py")) for name in SHOWN if name in files],
-    )
-    return SpecPages(spec.name, markdown, page(spec, text, steps, files, problem))
+    found = explained(spec, text, steps, files, problem)
+    markdown = rendered("spec.md.jinja", name=spec.name, **found)
+    return SpecPages(spec.name, markdown, printed(found, STYLE_SHEET, f"../specs/{spec.name}/#generated-code"))
