@@ -40,6 +40,7 @@ def test_what_a_call_launches_is_what_the_module_chooses(name: str) -> None:
                 assert expected.get("KERNEL", one.kernel.stands_for) == one.kernel.name
 
 
+@pytest.mark.share(4)
 def test_the_page_says_when_each_kernel_is_launched() -> None:
     (section,) = (e for e in tree("causal_mqa").iter("section") if e.get("id") == "runs")
     tables = [[[words(cell) for cell in row] for row in t.iter("tr")] for t in section.iter("table")]
@@ -54,6 +55,7 @@ def test_the_page_says_when_each_kernel_is_launched() -> None:
     assert "no config for hopper" in html("causal_fp32").partition('<section id="sram">')[0]
 
 
+@pytest.mark.share(4)
 def test_portable_and_warp_specialized_kernels_have_rooflines_of_their_own() -> None:
     (section,) = (e for e in tree("causal_mqa").iter("section") if e.get("id") == "devices")
     titles = [words(e) for e in section.iter("figcaption")]

@@ -193,7 +193,11 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
     corner, start = (x_of(ridge), y_of(peak)), (x_of(10.0**low), y_of(under(10.0**low)))
     shapes.append(path([start, corner, (right, corner[1])], "roofline"))
     slope = math.atan2(corner[1] - start[1], corner[0] - start[0])
-    label_at = ((start[0] + corner[0]) / 2 - 15 * math.sin(slope), (start[1] + corner[1]) / 2 + 15 * math.cos(slope))
+    drawn = [x_of(intensity) for p in points for intensity in (p.cached, p.loaded)]
+    middles = [start[0] + share * (corner[0] - start[0]) for share in (0.5, 0.25, 0.75)]
+    middle = max(middles, key=lambda x: min(40.0, *(abs(x - other) for other in drawn)))  # away from the points
+    height = start[1] + (middle - start[0]) * math.tan(slope)
+    label_at = (middle - 15 * math.sin(slope), height + 15 * math.cos(slope))
     peaks = (f"{peak / 1e12:,.1f}".removesuffix(".0") + f" TFLOP/s {peak_name}", f"{bandwidth / 1e12:.2f} TB/s")
     shapes.append(text(*label_at, peaks[1], "faint", "middle", math.degrees(slope)))
     shapes.append(text(right, corner[1] + 18, peaks[0], "faint", "end"))

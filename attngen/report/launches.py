@@ -10,7 +10,7 @@ import sympy
 
 from attngen.cost.flops import executed_flops
 from attngen.cost.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes
-from attngen.cost.roofline import Estimate, Problem, counts, peak, values
+from attngen.cost.roofline import Estimate, Problem, counts, peak, rows_of_call, values
 from attngen.devices import CLASSES, Device
 from attngen.ir.expr import Bool, select, symbol
 from attngen.ir.expr_text import to_text
@@ -23,6 +23,7 @@ from attngen.tiles.sizes import elem_sizes
 from attngen.tiles.tiles import evaluate
 
 PORTABLE = "portable, Triton"
+GROUP_ROWS = "Nq·Hq/Hkv"  # queries of all heads that share a K/V head, which host programs call Gq
 GROUPS = {"dq_reducer": "dQ reduction"}  # names of warp groups for readers, where they differ from those in the IR
 
 
@@ -30,15 +31,34 @@ GROUPS = {"dq_reducer": "dQ reduction"}  # names of warp groups for readers, whe
 class Launched:
     """A kernel that calls launch on a device class, for numbers of rows above `above` and up to `most` (None: any).
 
-    where: the condition of the host program under which it is launched; empty if there is none.
+    where: the condition of the host program under which it is launched, in words; empty if there is none.
+    holds: the same as an expression of a call's sizes.
     """
 
     host: str
     where: str
+    holds: Bool
     kernel: Kernel
     config: Config
     above: int
     most: int | None
+
+    def covers(self, problem: Problem, device: Device) -> bool:
+        """True if a call of these sizes launches it."""
+        rows = rows_of_call(self.kernel, problem)
+        if not self.above < rows <= (self.most or rows):
+            return False
+        group = problem.q_heads // problem.kv_heads
+        known = {
+            "B": problem.batch,
+            "Hq": problem.q_heads,
+            "Hkv": problem.kv_heads,
+            "Nq": problem.n_q,
+            "Nk": problem.n_kv,
+            "Gq": group * problem.n_q,
+            "num_SMs": device.sms,
+        }
+        return bool(evaluate(self.holds, known))
 
     @property
     def purpose(self) -> str:
@@ -75,7 +95,7 @@ def rows_named(kernel: Kernel) -> str:
     if kernel.combines_splits:
         return "B·Hq·Nq"
     if kernel.pack_gqa:
-        return "Nq·Hq/Hkv"
+        return GROUP_ROWS
     return "Nq" if kernel.program_axis == "q" else "Nk"
 
 
@@ -84,10 +104,10 @@ def launches(module: Module, cls: str) -> list[Launched]:
     are left out."""
     found = []
     for host in module.hosts:
-        for where, name in dict.fromkeys(_launched(module, host, "entry", "", cls)):
+        for where, holds, name in dict.fromkeys(_launched(module, host, "entry", ("", sympy.true), cls)):
             kernel = module.kernel(name)
             for above, most, (launched, config) in ranges(module, kernel, cls) if kernel.dots else ():
-                found.append(Launched(host.name, where, launched, config, above, most))
+                found.append(Launched(host.name, where, holds, launched, config, above, most))
     return found
 
 
@@ -118,24 +138,26 @@ def ranges(module: Module, kernel: Kernel, cls: str) -> Iterator[tuple[int, int 
     yield from made
 
 
-def _launched(module: Module, host: Host, block: str, where: str, cls: str) -> Iterator[tuple[str, str]]:
-    """Yield (condition, kernel) for the launches of a block and of the branches that a device class can take. A branch
-    whose kernels have no config there is never taken, so that the condition of the other one is left out."""
+def _launched(
+    module: Module, host: Host, block: str, where: tuple[str, Bool], cls: str
+) -> Iterator[tuple[str, Bool, str]]:
+    """Yield (condition in words, condition, kernel) for the launches of a block and of the branches that a device class
+    can take. A branch whose kernels have no config there is never taken, so the other one has no condition."""
     for op in host.block(block).ops:
         if isinstance(op, Launch):
-            yield where, op.kernel
+            yield *where, op.kernel
         elif isinstance(op, If):
             taken = _runs(module, host, op.then, cls)
-            says = "" if op.where == sympy.true else _condition(host, op.where)
+            holds = _condition(host, op.where)
             if taken:
-                yield from _launched(module, host, op.then, _both(where, says), cls)
+                yield from _launched(module, host, op.then, _both(where, _text(holds), holds), cls)
             if op.orelse:
-                other = _both(where, "otherwise") if taken and says else where
+                other = _both(where, "otherwise", sympy.Not(holds)) if taken and holds != sympy.true else where
                 yield from _launched(module, host, op.orelse, other, cls)
 
 
-def _both(one: str, other: str) -> str:
-    return ", ".join(filter(None, (one, other)))
+def _both(one: tuple[str, Bool], words: str, holds: Bool) -> tuple[str, Bool]:
+    return ", ".join(filter(None, (one[0], words))), sympy.And(one[1], holds)
 
 
 def _runs(module: Module, host: Host, block: str, cls: str) -> bool:
@@ -144,15 +166,20 @@ def _runs(module: Module, host: Host, block: str, cls: str) -> bool:
     return all(any(ranges(module, kernel, cls)) for kernel in launched if kernel.dots)
 
 
-def _condition(host: Host, where: Bool) -> str:
+def _condition(host: Host, where: Bool) -> Bool:
     """Return a condition in terms of a call's sizes. Gradients are taken to be needed, and the kernels to exist."""
     known = {symbol(op.name): op.expr for op in host.ops() if isinstance(op, Map) and not op.type.dims}
     flags = {symbol(op.name): sympy.true for op in host.ops() if isinstance(op, Arg) and op.role == "flag"}
     while (plain := where.xreplace(known)) != where:
         where = plain
     where = where.xreplace(flags).subs(symbol("fused"), 1)
-    text = to_text(where.replace(lambda e: isinstance(e, sympy.Gt) and isinstance(e.lhs, select), _chosen))
-    return text.replace(">=", "≥").replace("<=", "≤").replace("*", "·")
+    return where.replace(lambda e: isinstance(e, sympy.Gt) and isinstance(e.lhs, select), _chosen)
+
+
+def _text(holds: Bool) -> str:
+    """Return a condition for readers; empty if it is always true."""
+    text = "" if holds == sympy.true else to_text(holds)
+    return text.replace(">=", "≥").replace("<=", "≤").replace("*", "·").replace("Gq", GROUP_ROWS)
 
 
 def _chosen(above: sympy.Gt) -> Bool:

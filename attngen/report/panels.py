@@ -8,7 +8,7 @@ from math import isclose
 from typing import Any, NamedTuple
 
 from attngen.cost.report import schedule
-from attngen.cost.roofline import Estimate, Problem, estimate, rows_of_call, standard_total
+from attngen.cost.roofline import Estimate, Problem, estimate, standard_total
 from attngen.cost.split_d import split_d_costs
 from attngen.devices import CLASSES, DEVICES, Device
 from attngen.ir.kernel import Kernel
@@ -172,9 +172,7 @@ def _specialized(module: Module, device: Device, problem: Problem, remarks: list
     """Return the estimates of the warp-specialized kernels that a call of this size launches, by direction."""
     made: dict[tuple[str, str], _Implementation] = {}
     for one in (found for found in launches(module, device.cls) if found.kernel.backend):
-        kernel = module.kernel(one.kernel.stands_for)
-        rows = rows_of_call(kernel, problem)
-        if one.host not in module.directions or not one.above < rows <= (one.most or rows) or kernel.pack_gqa:
+        if one.host not in module.directions or not one.covers(problem, device):
             continue
         try:
             e = estimate_of(module, one.kernel, one.config, device, problem)
