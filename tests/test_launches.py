@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 
 import pytest
 
+from attngen.codegen.signature import signatures
 from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES
 from attngen.report.launches import launches
+from attngen.report.page import example
 from attngen.report.panels import fit
 from tests.helpers import ROOT, built, target
 from tests.test_page import html, tree, words
@@ -65,6 +69,18 @@ def test_portable_and_warp_specialized_kernels_have_rooflines_of_their_own() -> 
         "Bytes moved on H100",
     ]
     assert not any("Hopper" in title for title in titles if "A100" in title)
+
+
+@pytest.mark.parametrize("name", ["causal_gqa", "document_gqa", "block_sparse_mha", "decode_mla"])
+def test_the_example_of_a_call_is_accepted(name: str) -> None:
+    """It gives every argument that the function requires, and those of the mask."""
+    module, code = target(name), (ROOT / "generated" / name / "__init__.py").read_text(encoding="utf-8")
+    tree_of_call = ast.parse(example(module, list(signatures(code))))
+    (call,) = (node.value for node in tree_of_call.body[2:3] if isinstance(node, ast.Assign))
+    assert isinstance(call, ast.Call) and len(tree_of_call.body) == 3 + ("backward" in module.directions)
+    function = eval(ast.unparse(call.func), {"attention": built(name).attention})
+    given = inspect.signature(function).bind(*call.args, **{str(word.arg): word.value for word in call.keywords})
+    assert {i.name for i in module.inputs if not i.is_size} <= given.arguments.keys() or module.cache
 
 
 def test_fits_name_each_backend_and_no_kernel_that_fits_elsewhere() -> None:

@@ -126,7 +126,7 @@ def example(module: Module, called: list[Signature]) -> str:
     words = [name if name in ("q", "k", "v") else f"{name}={name}" for name in given]
     lines = [
         "import attngen",
-        f'attention = attngen.load("generated/{module.name}").attention  # after `attngen build {module.name}`',
+        f'attention = attngen.load("generated/{module.name}").attention  # the folder that `attngen build` wrote',
         f"out = {s.name}({', '.join(words)})",
     ]
     if "backward" in module.directions:
