@@ -41,6 +41,10 @@ BAD = {
         SVG.format('<text x="20" y="50">one label</text><text x="50" y="55">another</text>'),
         'all widths and schemes: "one label" and "another" lie over one another in picture "picture"',
     ),
+    "a label under a box": (
+        SVG.format('<text x="20" y="50">a label</text><rect x="40" y="30" width="90" height="30" fill="#888"/>'),
+        'all widths and schemes: "a label" is covered by a box in picture "picture"',
+    ),
     "tiny text": (
         SVG.format('<text x="20" y="50" font-size="5">tiny</text>'),
         'all widths and schemes: the text of picture "picture" is 5.0 pixels high, expected 7 at least',
@@ -75,7 +79,12 @@ BAD = {
 }
 GOOD = f"""<h1>A heading</h1><p>Some <em>words</em> and <strong>more</strong>, 2*N*d.</p>
 <div style="overflow-x: auto">{WIDE}</div><pre style="overflow: auto">{"code " * 300}</pre>
-{SVG.format('<text x="20" y="50">one label</text><text x="120" y="50">another</text>')}"""
+{
+    SVG.format(
+        '<rect x="10" y="30" width="90" height="30" fill="#8888"/>'
+        '<text x="20" y="50">one label</text><text x="120" y="50">another</text>'
+    )
+}"""
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ const quoted = (text) => {
 const named = (e) => {
   const box = e.getBoundingClientRect();
   const classes = [...e.classList].slice(0, 2).map((c) => "." + c).join("");
-  return `<${e.localName}${e.id ? "#" + e.id : classes}> at ${Math.round(box.left + scrollX)}, ${Math.round(box.top + scrollY)}`;
+  const [x, y] = [box.left + scrollX, box.top + scrollY].map(Math.round);
+  return `<${e.localName}${e.id ? "#" + e.id : classes}> at ${x}, ${y}`;
 };
 const shown = (e) => e.checkVisibility({ visibilityProperty: true, opacityProperty: true });
 const styles = new Map();
@@ -42,7 +43,8 @@ const over = ([r, g, b, a], [x, y, z]) => [r * a + x * (1 - a), g * a + y * (1 -
 const white = (colour) => colour[3] > 0.5 && luminance(colour) > BLANK;
 const backgrounds = new Map();
 const background = (e) => {
-  if (!e) return dark && styleOf(document.documentElement).colorScheme.includes("dark") ? [18, 18, 18, 1] : [255, 255, 255, 1];
+  const canvas = dark && styleOf(document.documentElement).colorScheme.includes("dark") ? 18 : 255;
+  if (!e) return [canvas, canvas, canvas, 1];
   if (!backgrounds.has(e)) backgrounds.set(e, over(parsed(styleOf(e).backgroundColor), background(e.parentElement)));
   return backgrounds.get(e);
 };
@@ -158,6 +160,21 @@ const fontSize = (e) => {
   const m = (glyphs && e.querySelector("g[transform*=scale]") || e).getScreenCTM();
   return (glyphs ? 100 : parseFloat(styleOf(e).fontSize)) * Math.sqrt(Math.abs(m.a * m.d - m.b * m.c));
 };
+// A box that is painted after a label hides it.
+const checkCovered = (svg, labels, name) => {
+  const boxes = [...svg.querySelectorAll("rect")].filter((e) => !e.closest(PARTS) && shown(e) && opaque(e))
+    .map((e) => [e, e.getBoundingClientRect()]);
+  for (const { e, text, box } of labels) {
+    const covers = ([rect, r]) => Math.min(r.right, box.right) - Math.max(r.left, box.left) > 2 * SLACK
+      && Math.min(r.bottom, box.bottom) - Math.max(r.top, box.top) > box.height / 4
+      && e.compareDocumentPosition(rect) & Node.DOCUMENT_POSITION_FOLLOWING;
+    if (boxes.some(covers)) report("covered", `${quoted(text)} is covered by a box in picture ${name}`);
+  }
+};
+const opaque = (e) => {
+  const { fill, fillOpacity, opacity } = styleOf(e);
+  return fill !== "none" && parsed(fill)[3] * fillOpacity * opacity > 0.5;
+};
 const checkPicture = (svg, name) => {
   const frame = svg.getBoundingClientRect();
   const ofGlyphs = [...svg.querySelectorAll('g[id^="text_"]')].filter((g) => !g.querySelector("text")); // Matplotlib's
@@ -170,7 +187,7 @@ const checkPicture = (svg, name) => {
       || box.bottom > frame.bottom + box.height / 4 || box.top < frame.top - box.height / 4;
     if (outside) report("outside", `${quoted(text)} is cut off by its picture ${name}`);
     const size = fontSize(e);
-    if (size < SMALLEST)
+    if (Math.round(size * 10) < SMALLEST * 10)
       report("small", `the text of picture ${name} is ${size.toFixed(1)} pixels high, expected ${SMALLEST} at least`);
   }
   labels.sort((x, y) => x.box.left - y.box.left);
@@ -182,12 +199,12 @@ const checkPicture = (svg, name) => {
         report("overlap", `${quoted(one.text)} and ${quoted(other.text)} lie over one another in picture ${name}`);
     }
   });
+  checkCovered(svg, labels, name);
   if (!dark) return;
   for (const e of svg.querySelectorAll("rect, path, polygon")) {
     const box = e.getBoundingClientRect();
     if (box.width * box.height < 0.2 * frame.width * frame.height || e.closest(PARTS) || !shown(e)) continue;
-    const fill = parsed(styleOf(e).fill === "none" ? "rgba(0,0,0,0)" : styleOf(e).fill);
-    if (white(fill) && parseFloat(styleOf(e).fillOpacity) > 0.5) report("white", `picture ${name} is a white box in dark mode`);
+    if (opaque(e) && white(parsed(styleOf(e).fill))) report("white", `picture ${name} is a white box in dark mode`);
   }
 };
 const titled = (svg) => quoted(svg.closest("figure")?.querySelector("figcaption")?.textContent
