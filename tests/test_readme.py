@@ -1,4 +1,4 @@
-"""The README stays short, and what it says of features, versions and speed is what the code and the measurements say."""
+"""The README is short, and what it says of features, versions and speed is what code and measurements say."""
 
 from __future__ import annotations
 
