@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -125,8 +126,11 @@ def test_explain_counts_the_tiles_that_bounds_and_block_lists_leave(project: Pat
     """It does so for masks of positions, and says whether kernels use bounds or lists."""
     loose = "abs(q_idx // 64 % 8 - kv_idx // 64 % 8) < 1"
     for mask, expected in (
-        ("causal", "bounds leave 62.5% (25.0%), lists 62.5% (25.0%); kernels visit what bounds leave"),
-        (f'{{expr: "{loose}"}}', "bounds leave 100.0% (100.0%), lists 25.0% (25.0%); kernels visit what lists leave"),
+        ("causal", "62.5% (25.0%) by the formula's bounds, 62.5% (25.0%) by block lists; this module uses bounds"),
+        (
+            f'{{expr: "{loose}"}}',
+            "100.0% (100.0%) by the formula's bounds, 25.0% (25.0%) by block lists; this module uses block lists",
+        ),
     ):
         (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
         lines = attngen("explain", "specs/x.yaml", "--seq", "500").splitlines()
@@ -222,3 +226,13 @@ def test_theory_counts_for_a_model(project: Path, attngen: Cli) -> None:
 )
 def test_a_wrong_model_gets_one_sentence(project: Path, attngen: Cli, args: list[str], message: str) -> None:
     assert attngen("explain", "specs/good.yaml", *args, code=1) == f"error: {message}\n"
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize(("name", "inputs"), [("prefix_lm_gqa", ["prefix_length"]), ("causal_gqa", [])])
+def test_figures_say_which_inputs_hide_nothing(name: str, inputs: list[str], project: Path, attngen: Cli) -> None:
+    """A call where such an input hides keys takes less than the figures."""
+    shown = attngen("explain", name)
+    assert json.loads(attngen("explain", name, "--json"))["inputs_that_hide_nothing"] == inputs
+    assert all(f"values of {given} that hide nothing" in shown for given in inputs)
+    assert ("that hide nothing" in shown) == bool(inputs)

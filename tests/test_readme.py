@@ -8,6 +8,8 @@ import pytest
 
 from attngen.ir.module import Module
 from attngen.ir.parser import parse_module
+from attngen.lowering.pipeline import lower
+from attngen.spec import parse_spec
 from attngen.versions import PAIRS
 from tests.helpers import ROOT, SPECS
 
@@ -50,10 +52,18 @@ def test_the_matrix_says_which_kernels_the_example_has(row: list[str]) -> None:
     _, example, forward, backward, hopper, compiled = row
     built = module(example.strip("`"))
     kernels = {kernel.name for kernel in built.kernels}
-    special = [KINDS[name] for name in KINDS if name in {kernel.name for kernel in built.warp_specialized}]
+    words = KINDS | ({"fwd": "prefill"} if built.cache else {})
+    special = [words[name] for name in words if name in {kernel.name for kernel in built.warp_specialized}]
     assert (forward, compiled) == ("yes", "yes") and "fwd" in kernels
     assert backward.startswith("yes" if "dq" in kernels else "no")
     assert hopper == ", ".join(special)
+
+
+def test_the_variant_has_the_hopper_kernels_that_it_promises() -> None:
+    (variant,) = re.findall(r"^```yaml\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    built = lower(parse_spec(variant))
+    assert {"fwd", "bwd"} <= {kernel.name for kernel in built.warp_specialized}
+    assert "its forward and backward are warp-specialized" in " ".join(README.split())
 
 
 def test_the_last_row_of_the_matrix_is_forward_mode() -> None:

@@ -43,7 +43,7 @@ app = typer.Typer(
     "attngen new my_attention                  a spec to start from\n"
     "attngen build specs/my_attention.yaml     compile it to generated/my_attention/\n"
     "attngen test specs/my_attention.yaml      compare it with naive attention\n"
-    "attngen explain specs/my_attention.yaml   does it fit, how fast, which kernels\n\n"
+    "attngen explain specs/my_attention.yaml   fit, least time, which kernels\n\n"
     "Then, in Python: from generated.my_attention import attention; in notebooks, attngen.build",
     cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -30,10 +30,11 @@ Json = typer.Option("--json", help="print the answers as JSON instead")
 
 
 DETAILS = """
-The page of --html also has charts and maps of tiles, the IR after each pass, and the generated code; it is one file
+The page of --html also has charts and maps of tiles, what each pass changes, and the generated code; it is one file
 that loads no other. Keys of --json: module, mask, score, heads, head_dim, dtypes, size; devices, with their calls
 (fits, seconds_at_least, bound, flops, hbm_bytes, loaded_bytes, extra_bytes, kernels); kernels, by device class and
-rows of a call (more_than, at_most); does_not_fit; not_warp_specialized.
+rows of a call (more_than, at_most); does_not_fit; not_warp_specialized; inputs_that_hide_nothing (figures assume
+that they do).
 """  # below the options in its help
 
 
@@ -55,7 +56,7 @@ def explain(
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page to this .html file instead")] = None,
 ) -> None:
-    """Show if a spec fits, how fast it is, and which kernels run.
+    """Show if a spec fits, its least time, and which kernels run.
 
     For every device that attngen knows, at the problem size of the options: the least time by the roofline model,
     FLOPs, bytes of device memory, extra memory, and the kernels, portable or warp-specialized for Hopper, by the size

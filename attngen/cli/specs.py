@@ -97,11 +97,11 @@ def new(
         ),
     ] = None,
 ) -> None:
-    """Write specs/NAME.yaml: a commented spec that builds as it is, or a copy of another spec.
+    """Write specs/NAME.yaml: a commented spec, or a copy of another.
 
     \b
     attngen new my_attention
-    attngen new my_attention --like window_gqa      a copy of a spec that attngen ships
+    attngen new my_attention --like window_gqa   a copy of a shipped spec
     attngen build my_attention
     """
     from attngen.spec import make_spec, starter

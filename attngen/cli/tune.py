@@ -37,7 +37,7 @@ def tune(
     table: Annotated[Path | None, TablePath] = None,
     jobs: Annotated[int | None, Jobs] = None,
 ) -> None:
-    """Measure the schedules that the model left; keep the fastest.
+    """Measure the schedules that the cost model selected; keep the fastest.
 
     Schedules that fit, would not spill, and are fast by the model are compiled by several processes, and measured
     kernel by kernel, for 512, 1k, 4k and 16k queries and keys; split-KV kernels for 8 sequences of 16k keys, and for 4
@@ -90,7 +90,7 @@ def _plan(path: Path, spec: Spec, device_class: str) -> Plan:
 
 
 def _compare(plans: Sequence[Plan], sources: dict[str, Path], jobs: int | None, whole_grid: int) -> None:
-    """Measure the whole grid of schedules, and compare it with those that the model left."""
+    """Measure the whole grid of schedules, and compare it with those that the cost model selected."""
     from attngen.tune import run, summary
 
     with run.machine(plans, sources, jobs) as gpu:

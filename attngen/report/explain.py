@@ -136,6 +136,9 @@ def explain(
     yield Text()
     yield call_table(known)
     yield remark(LEGEND)
+    if known["inputs_that_hide_nothing"]:
+        names = ", ".join(known["inputs_that_hide_nothing"])
+        yield remark(f"Figures are for values of {names} that hide nothing; a call where they hide keys takes less.")
     yield from (Line(f"On {none['class']} @{none['kernel']}: {none['reason']}") for none in known["does_not_fit"])
     yield from kernel_table(known)
     yield from _conditions(module, "formulas" in parts)
@@ -284,13 +287,13 @@ def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
     n = min(-(-problem.n_kv // LISTED) * LISTED, SAMPLED_LENGTHS[-1])
     tiles = f"{n} x {n}, in {LISTED} x {LISTED}"
     yield heading(f"Tiles visited of {tiles}, counted in a sample of rows (partial tiles in brackets)")
-    visits = "lists" if module.blocks is not None and module.blocks.data else "bounds"
+    visits = "block lists" if module.blocks is not None and module.blocks.data else "bounds"
     for context, rows in ((MaskContext("q", "kv"), "queries"), (MaskContext("kv", "q"), "keys")):
         found = counted(where, context, n)
         bounded, bounded_partial, listed, listed_partial = (f"{x / found.all:.1%}" for x in found[1:])
         yield Line(
-            f"program tiles of {rows}: bounds leave {bounded} ({bounded_partial}), lists {listed} ({listed_partial}); "
-            f"kernels visit what {visits} leave"
+            f"program tiles of {rows}: {bounded} ({bounded_partial}) by the formula's bounds, "
+            f"{listed} ({listed_partial}) by block lists; this module uses {visits}"
         )
 
 

@@ -14,6 +14,7 @@ from attngen.ir.host import Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.targets.registry import SPECIALIZERS
+from attngen.tiles.tiles import unbounded
 
 
 def summary(module: Module, problem: Problem, unspecialized: Iterable[str] = ()) -> dict[str, Any]:
@@ -50,7 +51,17 @@ def summary(module: Module, problem: Problem, unspecialized: Iterable[str] = ())
             for none in module.not_fitting(kernel.name)
         ],
         "not_warp_specialized": list(unspecialized),
+        "inputs_that_hide_nothing": list(_unknown_inputs(module)),
     }
+
+
+def _unknown_inputs(module: Module) -> Iterator[str]:
+    """Yield the inputs from which loops get bounds in a call. Figures assume values of them that hide nothing."""
+    bounds = {name for kernel in module.kernels if kernel.loops for name in unbounded(kernel)}
+    for given in module.inputs:
+        derived = (d.names for d in module.derived if given.name in d.sources)
+        if bounds & {given.name, *(name for names in derived for name in names)}:
+            yield given.name
 
 
 def kernels_of_classes(module: Module) -> Iterator[tuple[str, ...]]:
