@@ -37,7 +37,7 @@ def tune(
     table: Annotated[Path | None, TablePath] = None,
     jobs: Annotated[int | None, Jobs] = None,
 ) -> None:
-    """Measure the schedules that the cost model selected; keep the fastest.
+    """Measure schedules of the cost model; keep the fastest.
 
     Schedules that fit, would not spill, and are fast by the model are compiled by several processes, and measured
     kernel by kernel, for 512, 1k, 4k and 16k queries and keys; split-KV kernels for 8 sequences of 16k keys, and for 4
