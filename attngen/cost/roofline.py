@@ -164,8 +164,10 @@ def chip(module: Module, kernel: Kernel, config: Config, device: Device) -> dict
 
 
 def _ctas_per_sm(module: Module, kernel: Kernel, config: Config) -> int:
-    """The number of programs that share an SM. A warp-specialized program has one of its own."""
-    return 1 if config.backend in SPECIALIZERS else backend_of(config).cost.occupancy(module, kernel, config)
+    """The number of programs that share an SM."""
+    if config.backend in SPECIALIZERS:
+        return kernel.ctas_per_sm
+    return backend_of(config).cost.occupancy(module, kernel, config)
 
 
 def peak(module: Module, config: Config, device: Device) -> float:
@@ -191,9 +193,9 @@ def estimate(
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
     resources, made = maker_of(config).resources, _made_under(module, kernel, config)
     assert resources.why_not_fit(module, made, config) is None
-    moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, kernel, config, device)))
+    moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, made, config, device)))
     return Estimate(
-        kernel.name,
+        made.name,
         config,
         resources.sram_bytes(module, made, config),
         CLASSES[device.cls].smem_per_block,

@@ -1,5 +1,5 @@
-"""What a call launches: for each device class and call size, the kernel, portable or warp-specialized, and its config;
-and the roofline estimates of both."""
+"""What a call launches: for each device class and call size, the kernel, portable or warp-specialized, and its
+config."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from dataclasses import dataclass
 
 import sympy
 
-from attngen.cost.flops import executed_flops
-from attngen.cost.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes
-from attngen.cost.roofline import Estimate, Problem, counts, peak, rows_of_call, values
-from attngen.devices import CLASSES, Device
+from attngen.cost.calls import ranges
+from attngen.cost.roofline import Problem, rows_of_call
+from attngen.devices import Device
 from attngen.ir.expr import Bool, select, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import Host, If, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.ops import Arg, Map
-from attngen.targets.registry import maker_of
-from attngen.tiles.sizes import elem_sizes
 from attngen.tiles.tiles import evaluate
 
 PORTABLE = "portable, Triton"
@@ -106,36 +103,9 @@ def launches(module: Module, cls: str) -> list[Launched]:
     for host in module.hosts:
         for where, holds, name in dict.fromkeys(_launched(module, host, "entry", ("", sympy.true), cls)):
             kernel = module.kernel(name)
-            for above, most, (launched, config) in ranges(module, kernel, cls) if kernel.dots else ():
-                found.append(Launched(host.name, where, holds, launched, config, above, most))
+            for made in ranges(module, kernel, cls) if kernel.dots else ():
+                found.append(Launched(host.name, where, holds, made.kernel, made.config, made.least, made.most))
     return found
-
-
-def ranges(module: Module, kernel: Kernel, cls: str) -> Iterator[tuple[int, int | None, tuple[Kernel, Config]]]:
-    """Yield (rows above, most rows, (kernel, config)) for a kernel on a device class, as the generated code chooses at
-    the smallest element size. Warp-specialized kernels go first."""
-    size = min(elem_sizes(module, kernel))
-    portable = [(kernel, c) for c in module.configs(kernel.name) if (c.device, c.elem_bytes) == (cls, size)]
-    special = [(k, c) for k, c in module.stand_ins(kernel.name) if (c.device, c.elem_bytes) == (cls, size)]
-    pairs = [*reversed(special), *portable]
-    ends = {c.max_rows for _, c in pairs if c.max_rows is not None} | {c.min_rows for _, c in special if c.min_rows}
-    above = 0
-    made: list[tuple[int, int | None, tuple[Kernel, Config]]] = []
-    for most in [*sorted(ends), None]:
-        pair = next(
-            (
-                p
-                for p in pairs
-                if p[1].min_rows <= above and (p[1].max_rows is None or (most or 2**31) <= p[1].max_rows)
-            ),
-            None,
-        )
-        if pair and made and made[-1][1] == above and made[-1][2] == pair:
-            made[-1] = made[-1][0], most, pair
-        elif pair:
-            made.append((above, most, pair))
-        above = most or above
-    yield from made
 
 
 def _launched(
@@ -163,7 +133,7 @@ def _both(one: tuple[str, Bool], words: str, holds: Bool) -> tuple[str, Bool]:
 def _runs(module: Module, host: Host, block: str, cls: str) -> bool:
     """True if every kernel that a block launches has a config on a device class."""
     launched = [module.kernel(op.kernel) for op in host.block(block).ops if isinstance(op, Launch)]
-    return all(any(ranges(module, kernel, cls)) for kernel in launched if kernel.dots)
+    return all(ranges(module, kernel, cls) for kernel in launched if kernel.dots)
 
 
 def _condition(host: Host, where: Bool) -> Bool:
@@ -186,25 +156,3 @@ def _chosen(above: sympy.Gt) -> Bool:
     """Return the condition under which `select(condition, number, other)` is above a third number."""
     condition, number, other = above.lhs.args
     return condition if number > above.rhs and other <= above.rhs else above
-
-
-def estimate_of(module: Module, runs: Kernel, config: Config, device: Device, problem: Problem) -> Estimate:
-    """Return the roofline estimate of a warp-specialized kernel under a config. It loads and stores what the portable
-    kernel that it stands in for would with the config's tile."""
-    kernel = module.kernel(runs.stands_for)
-    known = values(module, kernel, config, problem)
-    numbers = known | counts(module, known, device)
-    resident = {str(CACHE): device.cache_bytes, str(IN_FLIGHT): device.sms * runs.ctas_per_sm}
-    flops, loaded = (float(evaluate(total, numbers)) for total in (executed_flops(kernel), hbm_bytes(kernel)))
-    moved = float(evaluate(dram_bytes(kernel).total, numbers | module.widths | resident))
-    return Estimate(
-        runs.name,
-        config,
-        maker_of(config).resources.sram_bytes(module, runs, config),
-        CLASSES[device.cls].smem_per_block,
-        loaded,
-        moved,
-        flops,
-        flops / peak(module, config, device),
-        moved / device.hbm_bytes_per_s,
-    )

@@ -14,7 +14,7 @@ from attngen.devices import CLASSES, DEVICES, Device
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.report.charts import NARROW, Bar, Drawing, Point, bars, roofline
-from attngen.report.launches import PORTABLE, estimate_of, launches
+from attngen.report.launches import PORTABLE, launches
 from attngen.report.tilemap import configs_on
 from attngen.targets.registry import maker_of
 
@@ -175,12 +175,13 @@ def _specialized(module: Module, device: Device, problem: Problem, remarks: list
         if one.host not in module.directions or not one.covers(problem, device):
             continue
         try:
-            e = estimate_of(module, one.kernel, one.config, device, problem)
+            e = estimate(module, module.kernel(one.kernel.stands_for), device, problem, one.config)
         except KeyError as error:  # a symbol without a value
             remarks.append(f"What @{one.kernel.name} moves depends on {error.args[0]}, which is not known here.")
             continue
         each = made.setdefault((one.host, one.implementation), _Implementation(one.host, one.implementation))
-        each.estimates.append(e)
+        if e:
+            each.estimates.append(e)
     return list(made.values())
 
 
