@@ -90,7 +90,7 @@ def explained(
     heads = f"Hq = {problem.q_heads}, Hkv = {problem.kv_heads}"
     context = {
         "module": module,
-        "about": " ".join(line.lstrip("# ") for line in takewhile(_is_comment, text.splitlines())),
+        "about": description(text),
         "size": f"B = {problem.batch}, {heads}, Nq = {problem.n_q}, Nk = {problem.n_kv}",
         "spec_text": text,
         "canonical": yaml.safe_dump(spec.canonical(), sort_keys=False, allow_unicode=True),
@@ -114,8 +114,10 @@ def explained(
     return context | {"symbols": _legend(logical, module, typeset)}
 
 
-def _is_comment(line: str) -> bool:
-    return line.startswith("#")
+def description(text: str) -> str:
+    """Return the leading comment of a spec's file as one line."""
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.lstrip("# ") for line in lines)
 
 
 def example(module: Module, called: list[Signature]) -> str:

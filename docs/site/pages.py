@@ -6,13 +6,13 @@ import posixpath
 import re
 from functools import cache
 from html import escape, unescape
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from attngen.report.page import environment
+from attngen.report.environment import environment
+from attngen.report.page import description as description_of_spec
 from attngen.spec import parse_spec
 from docs.site.committed import spec_files
 
@@ -69,17 +69,11 @@ def figures_css() -> str:
     return rendered("figures.css.jinja")
 
 
-def about_spec(text: str) -> str:
-    """The description of a spec file: its leading comment, as one line."""
-    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    return " ".join(line.lstrip("# ") for line in lines)
-
-
 def variants_page() -> str:
     """The tables of specs for training and for serving, from the files of the specs: each has a name that links to its
     page, its leading comment, and its main properties."""
     texts = {path: path.read_text(encoding="utf-8") for path in spec_files()}
-    specs = [(about_spec(text), parse_spec(text, str(path))) for path, text in texts.items()]
+    specs = [(description_of_spec(text), parse_spec(text, str(path))) for path, text in texts.items()]
     return rendered(
         "variants.md.jinja",
         tables={
