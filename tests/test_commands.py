@@ -31,6 +31,7 @@ from tests.docs_common import BLOCK, PAGES, Command, Written, commands, steps, t
 from tests.helpers import CUDA, ROOT
 
 MEASURE = {"bench", "profile", "tune"}  # need a GPU, except with one of these options
+SHOWS = {"bench": "--list", "tune": "--dry-run"}  # show what would be measured
 WITHOUT_GPU = {"--dry-run", "--list", "--from", "--help", "-h"}
 ENDLESS = re.compile(r"mkdocs|tests\..*|docs\.site\.check")
 BROUGHT = {  # files that readers have
@@ -214,6 +215,11 @@ def test_commands_that_measure_say_that_they_need_a_gpu(
             main(arguments)
         errors = capsys.readouterr().err
         assert ended.value.code == 1 and re.fullmatch(r"error: [^\n]*(CUDA|GPU)[^\n]*\n", errors), errors
+        if option := SHOWS.get(arguments[0]):
+            with pytest.raises(SystemExit) as ended:
+                main([*arguments, option])
+            shown = capsys.readouterr()
+            assert not ended.value.code and shown.out, shown.err
 
 
 @pytest.fixture
@@ -257,17 +263,12 @@ def run_page(page: str, checkout: Path, wanted: Callable[[Command], bool]) -> No
     env |= {f"PIP_{name}": value for name, value in pip.items()}
     env |= {name: str(checkout / folder) for name, folder in {"HOME": "home", "ATTNGEN_CACHE_DIR": "cache"}.items()}
     env |= {"PATH": f"{checkout / 'bin'}:{env['PATH']}", "PYTHONPATH": str(checkout)}
-    written = set()
     for step in steps(page):
         if isinstance(step, Written):
             (checkout / step.path).write_text(step.text)
-            written.add(checkout / step.path)
             continue
         if not wanted(step):
             continue
-        if step.arguments and step.arguments[0] == "new":
-            for path in written & {checkout / "specs" / f"{step.arguments[1]}.yaml"}:
-                path.unlink()
         shell = step.text.replace("-m pytest", "-m pytest --markers")
         done = subprocess.run(["bash", "-c", shell], cwd=checkout, env=env, capture_output=True, text=True)
         if kind(step) == "cuda":
