@@ -95,6 +95,9 @@ def test_list_as_json(project: Path, attngen: Cli) -> None:
     expected = {"file": "specs/good.yaml", "name": "good", "mask": "causal", "score": [], "heads": "mha"}
     assert found["specs"] == [{**expected, "head_dim": head_dim, "dtypes": ["bf16"]}]
     assert "causal" in {mask["name"] for mask in found["masks"]} and all(score["about"] for score in found["scores"])
+    for part in (*found["masks"], *found["scores"]):  # a sentence, and one alone
+        assert part["about"].endswith(".") and not re.search(r"\. [A-Z]", part["about"]), part
+        assert part["about"] in attngen("list")
     (project / "specs" / "typo.yaml").write_text(WRONG["typo"][0])
     attngen("list", "--json", code=1)
     assert [spec["name"] for spec in json.loads(attngen.output)["specs"]] == ["good"]

@@ -72,8 +72,14 @@ def _print_specs(heading: str, loaded: Sequence[tuple[Path, Spec]]) -> None:
 
 
 def _parts(known: Mapping[str, type]) -> list[dict[str, str]]:
-    """Return masks or modifiers as data: their names, and the first line of their docstrings."""
-    return [{"name": name, "about": (part.__doc__ or "").splitlines()[0]} for name, part in known.items()]
+    """Return masks or modifiers as data: their names, and the first sentence of their docstrings."""
+    return [{"name": name, "about": _first_sentence(part.__doc__ or "")} for name, part in known.items()]
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring. A full stop ends it before a capital letter: not in `et al. 2020`."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", paragraph, maxsplit=1)[0]
 
 
 def _print_parts(heading: str, known: Mapping[str, type]) -> None:
