@@ -58,7 +58,7 @@ def test_help_lists_every_command(attngen: Cli) -> None:
 
 
 def test_version(attngen: Cli) -> None:
-    assert attngen("--version") == "0.1.0\n"
+    assert attngen("--version") == "attngen 0.1.0\n"
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ assert built.attention(q, k, v).equal(attention(q, k, v)) and attngen.load("gene
 
 @pytest.mark.share(32)
 def test_installed_commands_work_without_the_checkout(run: Run, tmp_path: Path) -> None:
-    assert run("attngen", "--version") == f"{__version__}\n" == run("python", "-m", "attngen", "--version")
+    assert run("attngen", "--version") == f"attngen {__version__}\n" == run("python", "-m", "attngen", "--version")
     assert "\ncausal_mqa " in run("attngen", "list")
     assert run("attngen", "new", "mine").splitlines() == ["specs/mine.yaml", "next: attngen build specs/mine.yaml"]
     with (tmp_path / "specs" / "mine.yaml").open("a") as spec:

@@ -59,7 +59,7 @@ for _group, _commands in GROUPS.items():
 
 def _version(value: bool) -> None:
     if value:
-        print(__version__)
+        print(f"attngen {__version__}")
         raise typer.Exit()
 
 
