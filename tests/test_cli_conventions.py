@@ -52,12 +52,33 @@ def test_help_has_usual_metavars_and_fits_80_columns(helps: dict[str, str]) -> N
     for name, option, metavar in (
         ("explain", "-n, --seq", "INTEGER"),
         ("bench", "--limit", "FLOAT"),
-        ("bench", "--dtype", "TEXT"),
+        ("bench", "--only", "WORDS"),
         ("bench", "-o, --out", "DIR"),
         ("bench", "--from", "FILE"),
     ):
         assert re.search(rf"\n  {option} {metavar} ", helps[name]), option
     assert "[default: 8;\n                      1<=x<=64]" in helps["test"] or "[default: 8; 1<=x<=64]" in helps["test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "words"),
+    [
+        ("specs-for", "--for", ["training", "serving", "both"]),
+        ("specs-for", "--dtype", ["bf16", "fp16", "fp32"]),
+        ("bench", "--dtype", ["bf16", "fp16", "fp32"]),
+        ("profile", "--direction", ["forward", "backward", "both"]),
+        ("verify", "--target", ["sm80", "sm90", "sm100", "gfx942", "any"]),
+        ("tune", "--device", [*DEVICES]),
+    ],
+)
+def test_choices_are_metavars_and_others_are_refused(
+    helps: dict[str, str], attngen: Cli, project: Path, name: str, option: str, words: list[str]
+) -> None:
+    metavar = re.escape(f"[{'|'.join(words)}]")
+    assert re.search(rf"\n  (-\w, )?{option} {metavar}\s", helps[name])
+    error = attngen(name, "specs/good.yaml", option, "wrong", code=2)
+    assert re.search(rf"\nError: Invalid value for '{option}'.*: `wrong`; expected ", error)
+    assert error.endswith(f"; expected {', '.join(words[:-1])} or {words[-1]}\n")
 
 
 def test_a_letter_means_one_thing_in_all_commands(helps: dict[str, str]) -> None:

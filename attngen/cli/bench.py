@@ -12,7 +12,9 @@ import typer
 
 from attngen.cli.common import SpecPaths
 from attngen.cli.console import count, out, print_rows, progress
+from attngen.cli.conventions import choice
 from attngen.errors import AttngenError
+from attngen.ir.dtypes import ELEMENTS
 
 if TYPE_CHECKING:
     from attngen.bench.results import Results
@@ -34,7 +36,7 @@ Rows = typer.Option("--n", metavar="ROWS", help="rows, or rows of q:rows of k an
 Batch = typer.Option(min=1, max=2**16, help="sequences [default: 16384 / rows]", rich_help_panel=SIZES)
 Heads = typer.Option(min=1, max=2**16, help="query heads", rich_help_panel=SIZES)
 KVHeads = typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]", rich_help_panel=SIZES)
-Dtype = typer.Option(help="element type [default: the spec's first]", rich_help_panel=SIZES)
+Dtype = choice(list(ELEMENTS), help="element type [default: the spec's first]", rich_help_panel=SIZES)
 Rounds = typer.Option(min=1, max=100, help="times are medians of this many rounds", rich_help_panel=HOW)
 Jobs = typer.Option(
     min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]", rich_help_panel=HOW

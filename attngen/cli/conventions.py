@@ -6,10 +6,11 @@ Typer's versions print metavars and arguments differently, so both are set here 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
@@ -32,6 +33,24 @@ SHORT = {  # the short form of an option, the same in all commands
     "--write": "-w",
 }
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def choice(words: Sequence[str], *names: str, **more: Any) -> Any:
+    """Return an option whose values are these words, which are its metavar; case does not matter.
+
+    names, more: arguments of typer.Option.
+    """
+
+    def chosen(given: str) -> str:
+        found = next((word for word in words if word.lower() == given.lower()), None)
+        if found is None:
+            raise typer.BadParameter(f"`{given}`; expected {', '.join(words[:-1])} or {words[-1]}")
+        return found
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.lower().startswith(incomplete.lower())]
+
+    return typer.Option(*names, metavar=f"[{'|'.join(words)}]", parser=chosen, autocompletion=complete, **more)
 
 
 def conventional(command: Function) -> Function:

@@ -8,16 +8,18 @@ from typing import Annotated
 import typer
 
 from attngen.cli.console import Watch, count, progress
-from attngen.errors import AttngenError
+from attngen.cli.conventions import choice
+from attngen.ir.dtypes import ELEMENTS
 
-DTYPES = ("bf16", "fp16", "fp32")
+Use = choice(("training", "serving", "both"), "--for", help="what the specs are for")
+Dtype = choice(list(ELEMENTS), help="element type [default: the configuration's]")
 
 
 def specs_for(
     config: Annotated[Path, typer.Argument(help="a config.json of Hugging Face's transformers", show_default=False)],
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the specs")] = Path("specs"),
-    use: Annotated[str, typer.Option("--for", help="training, serving or both")] = "both",
-    dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32 [default: the configuration's]")] = "",
+    use: Annotated[str, Use] = "both",
+    dtype: Annotated[str | None, Dtype] = None,
 ) -> None:
     """Write the specs of a model's attention layers.
 
@@ -37,17 +39,12 @@ def specs_for(
     print(f"{out_dir} has {count(len(specs), 'spec')}: {', '.join(specs)}")
 
 
-def _read(config: Path, use: str, dtype: str, watch: Watch) -> dict[str, str]:
+def _read(config: Path, use: str, dtype: str | None, watch: Watch) -> dict[str, str]:
     """Return the specs of a model by their names."""
     import torch
 
     from attngen.integrations.transformers.ahead import USES
     from attngen.integrations.transformers.ahead import specs_for as found
-    from attngen.ir.dtypes import ELEMENTS
 
-    if use not in (*USES, "both"):
-        raise AttngenError(f"--for is `{use}`; expected training, serving or both")
-    if dtype and dtype not in DTYPES:
-        raise AttngenError(f"--dtype is `{dtype}`; expected {', '.join(DTYPES)}")
     given = getattr(torch, ELEMENTS[dtype].torch) if dtype else None
     return found(config, USES if use == "both" else (use,), given, watch.at)

@@ -9,7 +9,9 @@ import typer
 
 from attngen.cli.common import SpecPath
 from attngen.cli.console import err, out
-from attngen.errors import AttngenError, suggest
+from attngen.cli.conventions import choice
+from attngen.errors import AttngenError
+from attngen.ir.names import DIRECTIONS
 from attngen.report.tables import Rows
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ def profile(
     tiles: Annotated[
         str, typer.Option(help="rows of the tiles kept on chip; `none`: only the tiles of the built spec")
     ] = "16,32,64,128",
-    direction: Annotated[str, typer.Option(help="forward, backward or both")] = "both",
+    direction: Annotated[str, choice((*DIRECTIONS, "both"), help="kernels to measure")] = "both",
     batch: Annotated[int, typer.Option(min=1, max=2**16, help="sequences")] = 8,
     heads: Annotated[int, typer.Option(min=1, max=2**16, help="query heads")] = 16,
     kv_heads: Annotated[
@@ -46,14 +48,9 @@ def profile(
     from attngen.bench.profile import run, write
     from attngen.cost.roofline import Problem
     from attngen.ir.heads import SHARINGS
-    from attngen.ir.names import DIRECTIONS
     from attngen.spec import load_spec, naming
 
     loaded = load_spec(spec)
-    if direction not in (*DIRECTIONS, "both"):
-        raise typer.BadParameter(
-            f"`{direction}` is not a direction; {suggest(direction, (*DIRECTIONS, 'both'))}", param_hint="--direction"
-        )
     if kv_heads is not None and loaded.heads.sharing != "gqa":
         raise AttngenError(
             f"--kv-heads is for gqa; {spec} says {loaded.heads.sharing}, whose number of K/V heads is fixed"

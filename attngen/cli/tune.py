@@ -10,6 +10,7 @@ import typer
 
 from attngen.cli.common import Every, SpecPaths, given, load_specs, make_each
 from attngen.cli.console import progress
+from attngen.cli.conventions import choice
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, SpecError
 
@@ -29,7 +30,7 @@ Jobs = typer.Option(min=1, max=256, help="processes that compile [default: one p
 def tune(
     specs: SpecPaths = None,
     every: Every = False,
-    device: Annotated[str | None, typer.Option(help=f"of {', '.join(DEVICES)} [default: the GPU here]")] = None,
+    device: Annotated[str | None, choice(list(DEVICES), help="GPU to make a table for [default: the one here]")] = None,
     budget: Annotated[float | None, Budget] = None,
     dry_run: Annotated[bool, DryRun] = False,
     whole_grid: Annotated[int | None, WholeGrid] = None,

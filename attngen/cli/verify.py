@@ -12,8 +12,9 @@ import typer
 
 from attngen.cli.common import GENERATED, Every, SpecPaths, given, load_specs, make_each, make_module
 from attngen.cli.console import count, out, progress
+from attngen.cli.conventions import choice
 from attngen.devices import CLASSES, FALLBACK_CUDA
-from attngen.errors import AttngenError, suggest
+from attngen.errors import AttngenError
 from attngen.report.tables import Rows
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def verify(
     specs: SpecPaths = None,
     out_dir: Annotated[Path, typer.Option("--out", help="folder that holds one folder per spec")] = GENERATED,
     every: Every = False,
-    target: Annotated[
-        list[str] | None, typer.Option(help=f"of {', '.join(CLASSES)} [default: all except `any`]")
-    ] = None,
+    target: Annotated[list[str] | None, choice(list(CLASSES), help="device class [default: all except `any`]")] = None,
     rows: Annotated[
         bool, typer.Option("--every-row", help="also compile the schedules for few rows, and for every element size")
     ] = False,
@@ -78,9 +77,6 @@ def verify(
     from attngen.codegen.files import write_module
 
     targets = target or [name for name in CLASSES if name != FALLBACK_CUDA]
-    for name in targets:
-        if name not in CLASSES:
-            raise typer.BadParameter(f"`{name}` is not a target; {suggest(name, CLASSES)}", param_hint="--target")
     loaded = load_specs(given(specs, every, "verify"))
     if not write:
         _check_built(loaded, out_dir)

@@ -17,7 +17,7 @@ from attngen.certify.certificate import reason
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.devices import CLASSES, DEVICES
-from attngen.errors import AttngenError, suggest
+from attngen.errors import AttngenError
 from attngen.ir.module import Config
 from attngen.schedule.table import Entry, Table
 from attngen.targets.common.base import short_digest
@@ -33,20 +33,17 @@ def which_device(asked: str | None, dry_run: bool, results: Path | None) -> tupl
     """Return a name of devices.DEVICES, and whether this machine has the GPU. It is the requested device, else this
     machine's GPU, else the device of a committed table.
 
-    AttngenError if a GPU is needed and there is none, or it is not the requested one, or it is unknown.
+    AttngenError if a GPU is needed and there is none, or it is not the requested one.
     """
-    name = next((known for known in DEVICES if asked and known.lower() == asked.lower()), None)
-    if asked and name is None:
-        raise AttngenError(f"--device {asked} is not a device; {suggest(asked, DEVICES)}")
     here = None if dry_run else _device_here()
     if here is None and not dry_run and not (results and results.is_file()):
         raise AttngenError(
             "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`, which shows what "
             "would be measured, or `--results` of a run on one"
         )
-    if here and name and name != here:
-        raise AttngenError(f"--device {name} is not the GPU here, which is {here}; expected it, or `--dry-run`")
-    return name or here or next(c.tuned_on for c in CLASSES.values() if c.tuned_on), here is not None
+    if here and asked and asked != here:
+        raise AttngenError(f"--device {asked} is not the GPU here, which is {here}; expected it, or `--dry-run`")
+    return asked or here or next(c.tuned_on for c in CLASSES.values() if c.tuned_on), here is not None
 
 
 def _device_here() -> str | None:

@@ -342,7 +342,6 @@ def test_without_matplotlib_the_tables_are_written(tmp_path: Path, monkeypatch: 
     [
         (["--seq", "4k"], "`4k`; expected integers separated by commas"),
         (["--tiles", "48"], "48 rows; expected 16, 32, 64, 128 or 256"),
-        (["--direction", "up"], "`up` is not a direction"),
         (["--kv-heads", "4"], "--kv-heads is for gqa"),
     ],
 )
