@@ -17,6 +17,7 @@ from attngen.cli import console
 from attngen.cli.conventions import SHORT
 from attngen.cost.roofline import Problem
 from attngen.devices import DEVICES
+from attngen.report.explain import legend
 from attngen.report.summary import summary
 from attngen.report.tables import Rows
 from tests import cli_common
@@ -172,6 +173,16 @@ def test_explain_begins_with_the_answers(project: Path, attngen: Cli) -> None:
     assert re.search(r"\nH100 sm90 .* Hopper fwd", head) and "prediction, not measured" in head and "extra MB" in head
     assert "<= j <" not in "\n".join(lines) and "FLOPs = " not in "\n".join(lines) and len(lines) <= 60
     assert all(option in "\n".join(lines[-3:]) for option in ("--kernels", "--formulas", "--loops", "--json"))
+
+
+def test_the_legend_of_explain_speaks_of_rows_that_are_shown() -> None:
+    """A module with split-KV kernels has decode rows, which are of one query; other NVIDIA GPUs have no figures."""
+    shown = summary(target("decode_gqa"), Problem(1, 16, 4))
+    text = legend(shown)
+    assert "other NVIDIA: GPUs whose rates and caches are not known, so without figures; " in text
+    assert "decode: one query per sequence, with a KV cache of Nk keys. " in text
+    assert "decode" not in legend(summary(target("causal_gqa"), Problem(1, 16, 4)))
+    assert "other NVIDIA" not in legend({**shown, "devices": shown["devices"][:-1]})
 
 
 @pytest.mark.share(4)

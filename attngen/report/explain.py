@@ -75,7 +75,10 @@ WIDTH = 120  # columns of a line at most, also where there is no terminal
 MORE = """More: --kernels (memory, registers and compile report of each kernel), --formulas, --loops, --theory,
 --json, and --html FILE for a page. `attngen bench` measures times on the GPU here."""
 LEGEND = """>= ms: the time at least, by the roofline: a prediction, not measured; HBM: bytes of device memory that
-move; extra: memory besides arguments and results. Kernels are portable, in Triton, or warp-specialized for Hopper."""
+move; extra: memory besides arguments and results"""
+ELSEWHERE = "other NVIDIA: GPUs whose rates and caches are not known, so without figures"
+DECODE = "decode: one query per sequence, with a KV cache of Nk keys"
+KINDS = "Kernels are portable, in Triton, or warp-specialized for Hopper."
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def explain(
     yield Line(_size(problem), indent=0)
     yield Text()
     yield call_table(known)
-    yield remark(LEGEND)
+    yield remark(legend(known))
     if known["inputs_that_hide_nothing"]:
         names = ", ".join(known["inputs_that_hide_nothing"])
         yield remark(f"Figures are for values of {names} that hide nothing; a call where they hide keys takes less.")
@@ -181,6 +184,17 @@ def call_table(known: dict[str, Any]) -> Rows:
                 cells += [*map(_digits, numbers), f"{call['extra_bytes'] / 1e6:.0f}"]
             table.add_row(*cells, _kernels(call["kernels"]))
     return table
+
+
+def legend(known: dict[str, Any]) -> str:
+    """Return the legend of the table of calls, with a clause for each kind of row that needs one."""
+    rows = [(device["device"], call["call"]) for device in known["devices"] for call in device["calls"]]
+    clauses = [LEGEND]
+    if any(name is None and call != "jvp" for name, call in rows):
+        clauses.append(ELSEWHERE)
+    if any(call == "decode" for _, call in rows):
+        clauses.append(DECODE)
+    return f"{'; '.join(clauses)}. {KINDS}"
 
 
 def _digits(value: float) -> str:
