@@ -18,7 +18,7 @@ import torch
 from attngen import __version__, api
 from attngen.cli import machine
 from tests import cli_common
-from tests.cli_common import Cli
+from tests.cli_common import Cli, in_terminal
 from tests.helpers import ROOT
 
 project, attngen = cli_common.project, cli_common.attngen  # fixtures
@@ -45,6 +45,18 @@ def test_doctor_describes_the_environment_and_fits_a_screen(
             "kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment"
         )
         assert "TRITON_INTERPRET=1 is set" in output
+
+
+def test_doctor_folds_at_spaces_in_a_terminal_and_not_in_a_pipe(
+    attngen: Cli, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(project))
+    piped = attngen("doctor")
+    assert all(line[:9].strip() or line.startswith(" " * 9 + "TRITON") for line in piped.splitlines())
+    text = in_terminal("doctor", folder=project, columns=60)
+    assert text.split() == piped.split()
+    for line in text.splitlines():
+        assert len(line) <= 60 or " " not in line[9:], line  # a folder's path stays whole
 
 
 @pytest.mark.parametrize(

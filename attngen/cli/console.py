@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 out = Console(highlight=False, markup=False)  # tables and texts fold to the width of a terminal
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+LABEL = 8  # columns of the label of a text
 SECONDS, SHARES = 5.0, 10  # without a terminal: seconds between two lines of progress at least, and lines at most
 
 
@@ -26,6 +28,19 @@ def print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     out.print(table)
+
+
+def print_labelled(label: str, text: str) -> None:
+    """Print a text after its label. On a terminal it is folded at spaces, below its beginning."""
+    start = f"{label:<{LABEL}} "
+    folds = textwrap.TextWrapper(
+        out.width,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    out.print(folds.fill(text), soft_wrap=True)
 
 
 class Watch:

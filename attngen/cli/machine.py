@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from attngen import __version__
-from attngen.cli.console import count, out
+from attngen.cli.console import count, out, print_labelled
 from attngen.errors import AttngenError
 from attngen.report.tables import Rows
 
@@ -56,7 +56,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print it as JSO
         print(json.dumps(_as_data(packages, gpus, wrong), indent=2))
     else:
         for label, text in lines:
-            print(f"{label:<8} {text}")
+            print_labelled(label, text)
     if wrong:
         raise AttngenError("\n".join(wrong))
 
