@@ -222,6 +222,20 @@ def test_a_wide_table_goes_on_below_and_loses_nothing() -> None:
         assert {"it", "has", "a", "reason", "of", "some", "words"} <= set(text.split())
 
 
+@pytest.mark.parametrize("width", [26, 34, 50])
+def test_cells_fold_between_arguments_and_not_inside_numbers(width: int) -> None:
+    from rich.console import Console
+
+    mask = "sliding_window(left=1023,right=0) and key_padding(lengths=True)"
+    table = Rows("spec", "mask", folds=("mask",))
+    table.add_row("long", mask)
+    screen = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    screen.print(table)
+    lines = [line[6:].strip() for line in screen.export_text().splitlines()[1:]]
+    assert len(lines) > 1 and "".join(lines).replace(" ", "").startswith(mask.replace(" ", ""))
+    assert {"left=1023,", "right=0)", "lengths=True)"} <= set(re.split(r"[ (]|(?<=,)", " ".join(lines)))
+
+
 @pytest.mark.share(4)
 def test_long_work_shows_a_bar_in_a_terminal_and_no_control_characters_in_a_pipe(project: Path) -> None:
     (project / "specs" / "other.yaml").write_text(GOOD.replace("good", "other"))
