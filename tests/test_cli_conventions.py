@@ -264,9 +264,30 @@ def test_without_a_terminal_progress_is_a_line_for_every_tenth(
         return capsys.readouterr().err.splitlines()
 
     assert lines(3, 1.0) == []  # a few seconds
-    assert lines(2, 9.0) == ["compiling: 1 of 2 item0", "compiling: 2 of 2 item1"]
+    assert lines(2, 9.0) == ["compiling: 1 of 2 (0:00:09 left) item0", "compiling: 2 of 2 item1"]
     slow = lines(200, 9.0)
-    assert len(slow) == 10 and slow[0] == "compiling: 20 of 200 item19"
+    assert len(slow) == 10 and slow[0] == "compiling: 20 of 200 (0:27:00 left) item19"
+    assert slow[-1] == "compiling: 200 of 200 item199"
+
+
+def test_steps_at_the_same_time_have_lines_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with console.steps() as begin:
+        reading, writing = begin("reading", 20), begin("writing", 2)
+        for i in range(20):
+            now[0] += 6.0
+            reading.done(f"page{i}")
+        now[0] += 60.0
+        writing.done("page0")
+    found = capsys.readouterr().err.splitlines()
+    assert found[0] == "reading: 2 of 20 (0:01:48 left) page1" and found[-2:] == [
+        "reading: 20 of 20 page19",
+        "writing: 1 of 2 (0:03:00 left) page0",
+    ]
+    assert len(found) == 11
 
 
 def test_help_starts_without_heavy_imports() -> None:

@@ -28,7 +28,6 @@ from attngen.spec import Spec
 from docs.site.committed import spec_files
 from docs.site.images import with_pictures
 from docs.site.pages import MOST_MB, OUTSIDE, cell, code, description, figures_css, relinked, size_of, variants_page
-from docs.site.progress import Progress
 from docs.site.reference import example, reference_pages
 from docs.site.specs import make_pages
 from tests.helpers import ROOT, SPECS, spec
@@ -215,14 +214,6 @@ def test_a_large_site_is_refused(tmp_path: Path) -> None:
         file.truncate((MOST_MB + 1) * 2**20)
     with pytest.raises(ValueError, match="has 41.0 MB; expected 40 at most"):
         size_of(tmp_path)
-
-
-def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress() as progress:
-        step = progress.step("pages", 3)
-        for item in ("a", "b", "c"):
-            progress.advance(step, item)
-    assert capsys.readouterr().err == "pages: 3 of 3 (c)\n"
 
 
 def test_text_with_bars_stays_one_cell() -> None:

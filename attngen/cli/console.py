@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
@@ -44,15 +47,17 @@ def print_labelled(label: str, text: str) -> None:
 
 
 class Watch:
-    """The progress of a command's work: how many items are done, and the present one.
+    """The progress of one step of a command's work: how many items are done, and the present one.
 
     On a terminal it is a bar. Otherwise it is a line for every tenth of the items, and none for work of a few seconds.
     """
 
-    def __init__(self, title: str, total: int | None, bar: Progress | None) -> None:
+    def __init__(self, bar: Progress | None, title: str, total: int | None = None) -> None:
         self.title, self.total, self.bar = title, total, bar
         self.finished, self.item = 0, ""
-        self.printed, self.printed_at = 0, time.monotonic()
+        self.started = self.printed_at = time.monotonic()
+        self.printed = 0
+        self.lock = Lock()
         self.task: TaskID | None = bar.add_task(title, total=total, item="") if bar else None
 
     def show(self, item: str) -> None:
@@ -71,16 +76,22 @@ class Watch:
         self._update()
 
     def done(self, item: str = "") -> None:
-        """Count one more item as done. item: what to call it in a line, if not the present item."""
-        self.finished += 1
-        self._update()
-        if self.bar is None and self._is_due():
-            self.note(f"{self.title}: {self.finished} of {self.total or '?'} {item or self.item}".rstrip())
+        """Count one more item as done, in any thread. item: its name, if it is not the present item."""
+        with self.lock:
+            self.finished, self.item = self.finished + 1, item or self.item
+            self._update()
+            if self.bar is None and self._is_due():
+                self.note(f"{self.title}: {self.finished} of {self.total or '?'}{self._left()} {self.item}".rstrip())
 
     def note(self, line: str) -> None:
         """Print a line on stderr, above the bar if there is one."""
         (self.bar.console if self.bar else err).print(line)
         self.printed, self.printed_at = self.finished, time.monotonic()
+
+    def _left(self) -> str:
+        """Return the time left as text, at the pace so far; empty text at the end."""
+        seconds = (time.monotonic() - self.started) / self.finished * ((self.total or 0) - self.finished)
+        return f" ({timedelta(seconds=round(seconds))} left)" if seconds > 0 else ""
 
     def _is_due(self) -> bool:
         rest = self.finished - self.printed
@@ -92,13 +103,11 @@ class Watch:
 
 
 @contextmanager
-def progress(title: str, total: int | None = None) -> Iterator[Watch]:
-    """Show the progress of work on stderr while it lasts.
-
-    title: what is done to the items, in one word. total: the number of items, None if it is not known yet.
-    """
+def steps() -> Iterator[Callable[..., Watch]]:
+    """Show the progress of steps on stderr. Yields a function that begins one: it takes what is done to the items, in
+    one word, and the number of items, None if it is not known yet."""
     if not err.is_terminal:
-        yield Watch(title, total, None)
+        yield partial(Watch, None)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
@@ -113,7 +122,14 @@ def progress(title: str, total: int | None = None) -> Iterator[Watch]:
         ),
     )
     with Progress(*columns, console=err, transient=True, expand=True, redirect_stdout=out.is_terminal) as bar:
-        yield Watch(title, total, bar)
+        yield partial(Watch, bar)
+
+
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Watch]:
+    """Show the progress of work of one step on stderr while it lasts."""
+    with steps() as begin:
+        yield begin(title, total)
 
 
 def count(n: int, noun: str) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 
-from docs.site.progress import Progress
+from attngen.cli.console import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS, HEIGHT, SCHEMES = (400, 1400), 1000, ("light", "dark")
@@ -204,10 +204,9 @@ def check(site: Path, pages: Sequence[str], pictures: Path | None = None, jobs: 
             finally:
                 free.put(driver)
 
-        with Progress() as progress:
-            step = progress.step("pages", len(pages))
+        with progress("reading", len(pages)) as watch:
             for page, sentences in zip(pages, pool.map(read, pages)):
-                progress.advance(step, f"/{page}")
+                watch.done(f"/{page}")
                 problems += _said(sentences)
         if "" in pages:
             problems += _said(search_findings(free.get(), home))

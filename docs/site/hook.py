@@ -3,8 +3,10 @@ pages, shows each picture in the reader's colour scheme, and limits the size of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from rich.progress import TaskID
 
+from attngen.cli.console import Watch, err, steps
 from attngen.errors import AttngenError
 from attngen.report.page import style_sheet
 from docs.site.committed import ROOT, spec_files
@@ -22,13 +24,32 @@ from docs.site.images import with_pictures
 from docs.site.models import models_page
 from docs.site.notebook import notebook_page
 from docs.site.pages import NOTEBOOK_PAGE, OUTSIDE, description, figures_css, relinked, size_of, variants_page
-from docs.site.progress import Progress
 from docs.site.reference import reference_pages
 from docs.site.specs import SpecPages, started
 
 SPECS = "Specs"  # the part of the navigation that lists specs
-progress = Progress()
-steps: dict[str, TaskID] = {}
+
+
+class Build:
+    """The present build: its start, and its progress."""
+
+    def __init__(self) -> None:
+        self.shown = ExitStack()
+
+    def start(self) -> None:
+        """Show its progress from now on."""
+        self.started, self.begin = time.monotonic(), self.shown.enter_context(steps())
+
+    def stop(self) -> None:
+        """Show it no more."""
+        self.shown.close()
+
+    def step(self, title: str, total: int) -> None:
+        """Begin a step on so many pages."""
+        self.pages: Watch = self.begin(title, total)
+
+
+build = Build()
 
 
 @cache
@@ -63,10 +84,11 @@ def _made(future: Future[SpecPages], field: str) -> str:
 
 def on_pre_build(config: MkDocsConfig) -> None:
     """Start to make the pages of specs, and to show how far they are."""
-    progress.start()
-    step = progress.step("specs", len(started()))
-    for name, future in started().items():
-        future.add_done_callback(lambda _, name=name: progress.advance(step, name))  # type: ignore[misc]
+    made = started()
+    build.start()
+    watch = build.begin("explaining", len(made))
+    for name, future in made.items():
+        future.add_done_callback(lambda _, name=name: watch.done(name))  # type: ignore[misc]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -80,14 +102,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated files. Those of specs are empty until they are read or copied."""
     for place, content in (generated() | dict.fromkeys(of_specs(), "")).items():
         files.append(File.generated(config, place, content=content))
-    for name, what in (("read", "pages read"), ("written", "pages written")):
-        steps[name] = progress.step(what, len(files.documentation_pages()))
+    build.step("reading", len(files.documentation_pages()))
     return files
 
 
 def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
     """Return the text of a spec's page."""
-    progress.advance(steps["read"], page.file.src_uri)
+    build.pages.done(page.file.src_uri)
     return of_specs()[page.file.src_uri]() if page.file.src_uri in of_specs() else None
 
 
@@ -115,23 +136,24 @@ def on_env(env: Environment, config: MkDocsConfig, files: Files) -> None:
     for place, content in of_specs().items():
         if (file := files.get_file_from_path(place)) and not file.is_documentation_page():
             file.content_string = content()
+    build.step("writing", len(files.documentation_pages()))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> None:
     """Count a page."""
-    progress.advance(steps["written"], page.file.src_uri)
+    build.pages.done(page.file.src_uri)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Print how long the build took and how large the site is, and refuse a large one."""
-    progress.stop()
+    build.stop()
     try:
         megabytes = size_of(Path(config.site_dir))
     except ValueError as error:
         raise PluginError(str(error)) from error
-    progress.console.print(f"{config.site_dir}: {progress.seconds:.0f} s, {megabytes:.1f} MB")
+    err.print(f"{config.site_dir}: {time.monotonic() - build.started:.0f} s, {megabytes:.1f} MB")
 
 
 def on_build_error(error: Exception) -> None:
     """Leave the terminal as it was."""
-    progress.stop()
+    build.stop()
