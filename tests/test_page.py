@@ -21,7 +21,9 @@ from attngen.cli import main
 from attngen.cli.build import _tiles
 from attngen.codegen.render import render
 from attngen.codegen.signature import signatures
+from attngen.cost.calls import ranges
 from attngen.cost.roofline import Problem
+from attngen.devices import DEVICES
 from attngen.ir.expr import symbol
 from attngen.ir.expr_text import parse
 from attngen.ir.module import Module
@@ -31,6 +33,7 @@ from attngen.ir.sizes import Sizes
 from attngen.lowering.pipeline import lower, stages
 from attngen.report.charts import PLOT
 from attngen.report.elements import SIDE, Sample
+from attngen.report.launches import launches
 from attngen.report.mathml import MathML
 from attngen.report.page import page
 from attngen.report.tilemap import TileMap, draw_tiles, tile_maps
@@ -125,11 +128,17 @@ def test_texts_are_escaped() -> None:
 # ---------------------------------------------------------------------------------------------- tiles
 
 
+SEPARATE = Problem(q_heads=4, kv_heads=1, n_q=4096, n_kv=4096)  # too little work for the fused backward on H100
+
+
+@pytest.mark.parametrize(
+    "problem, kernels", [(Problem(), {"fwd", "bwd", "jvp"}), (SEPARATE, {"fwd", "dq", "dkdv", "jvp"})]
+)
 @pytest.mark.parametrize("name", ["window_gqa", "causal_padding_gqa"])
-def test_rendered_tiles_equal_counted_tiles(name: str) -> None:
+def test_rendered_tiles_equal_counted_tiles(name: str, problem: Problem, kernels: set[str]) -> None:
     module = target(name)
-    found = dict(tile_maps(Sample(spec(name)), module, Problem()))
-    assert found.keys() == {k.name for k in module.kernels} - {"delta", "packed", "bwd", "dkdv_end", "dq_end"}
+    found = dict(tile_maps(Sample(spec(name)), module, problem))
+    assert found.keys() == kernels
     for kernel, rendered in found.items():
         assert isinstance(rendered, TileMap)
         sizes = (rendered.n, rendered.n, rendered.block_q, rendered.block_kv)
@@ -142,10 +151,35 @@ def test_rendered_tiles_equal_counted_tiles(name: str) -> None:
         assert sum(int(row[-1]) for row in rendered.programs()) == count_tiles(module.kernel(kernel), *sizes)
 
 
+SPLIT_D256 = ("@dk (Hopper, 64 × 128)", "@dv (Hopper, 64 × 128)")
+
+
+@pytest.mark.parametrize(
+    "name, titles",
+    [
+        ("causal_gqa", ["@fwd (Hopper, 128 × 128)", "@bwd (Hopper, 64 × 128)", "@jvp (Hopper, 128 × 64)"]),
+        ("causal_mqa", ["@fwd_long (Hopper, 192 × 128)", "@bwd (Hopper, 128 × 128)", "@jvp (Hopper, 128 × 128)"]),
+        ("causal_d256", ["@fwd (Hopper, 128 × 64)", "@dq (Hopper, 128 × 64)", *SPLIT_D256, "@jvp (portable, 64 × 32)"]),
+        ("decode_mla", ["@fwd (portable, 64 × 32)", "@prefill (portable, 64 × 64)"]),
+    ],
+)
+def test_maps_show_the_kernels_that_a_long_call_launches(name: str, titles: list[str]) -> None:
+    module = target(name)
+    maps = [found for _, found in tile_maps(Sample(spec(name)), module, Problem()) if isinstance(found, TileMap)]
+    assert [found.title for found in maps] == titles
+    launched = [one for one in launches(module, "sm90") if one.covers(Problem(), DEVICES["H100"])]
+    for found in maps:
+        assert (found.made.kernel, found.made.config) in [(one.kernel, one.config) for one in launched]
+        assert (found.block_q, found.block_kv) == (found.made.config.block_q, found.made.config.block_kv)
+        assert min(len(found.cells), len(found.cells[0])) >= 10
+        only = "Only calls of more than 3,072 rows run it."
+        assert (only in found.remarks) == (found.made.kernel.name == "fwd_long")
+
+
 def test_ranges_are_listed_and_the_last_tile_is_partial() -> None:
-    rendered = draw_tiles(
-        Sample(spec("window_gqa")), target("window_gqa"), target("window_gqa").kernel("fwd"), Problem(n_q=300, n_kv=300)
-    )
+    module = target("window_gqa")
+    made = ranges(module, module.kernel("fwd"), "any")[-1]
+    rendered = draw_tiles(Sample(spec("window_gqa")), module, module.kernel("fwd"), made, 300)
     assert list(rendered.programs())[3:] == [
         ["3", "192 .. 256", "0 .. 3", "3 .. 4", "4"],
         ["4", "256 .. 300", "0 .. 4", "4 .. 5", "5"],
@@ -234,7 +268,7 @@ def test_bounds_that_depend_on_the_call_are_mentioned() -> None:
     "end, why",
     [
         ("secret", "Its tiles depend on secret, which only a call knows."),
-        ("2*Nk", "Its loop over full tiles runs 0 .. 2048 unless"),
+        ("2*Nk", "Its loop over full tiles runs 0 .. 4096 unless"),
     ],
 )
 def test_a_bound_that_is_unknown_leaves_the_map_out(end: str, why: str) -> None:

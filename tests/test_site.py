@@ -119,9 +119,9 @@ def test_the_page_of_a_spec_has_its_parts(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"```yaml\n{path.read_text()}```" in made.markdown and f"](../explain/{name}.html)" in made.markdown
     for title in (
         "The mask, the first elements",
-        "Tiles of @fwd",
-        "Tiles of @dkdv",
-        "Tiles of @dq",
+        "Tiles of @fwd (Hopper, 128 × 128)",
+        "Tiles of @bwd (Hopper, 64 × 128)",
+        "Tiles of @jvp (Hopper, 128 × 64)",
         "Shared memory on sm90: 227 KiB",
         "Roofline of H100: portable, Triton",
         "Roofline of H100: warp-specialized, Hopper",

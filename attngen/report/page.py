@@ -34,7 +34,7 @@ from attngen.report.lanes import lanes
 from attngen.report.listing import changes, highlight
 from attngen.report.mathml import SYMBOLS, MathML
 from attngen.report.panels import TIGHT, device_panel, fit, what_runs
-from attngen.report.tilemap import TileMap, chosen, tile_maps
+from attngen.report.tilemap import TileMap, portable_config, tile_maps
 from attngen.spec import Spec
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.tiles import extent, heads, tile_loops
@@ -255,7 +255,7 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
     found.append(Formula("bytes, each tensor once", typeset.math(compulsory_bytes(kernel))))
     fits: dict[Expr, list[str]] = {}
     for cls in CLASSES:
-        if config := chosen(module, kernel, cls, problem):
+        if config := portable_config(module, kernel, cls, problem):
             fits.setdefault(backend_of(config).resources.formula(module, kernel, config), []).append(cls)
     found += [Formula(f"SRAM bytes, {', '.join(names)}", typeset.math(formula)) for formula, names in fits.items()]
     return Group(f"@{kernel.name}", found)

@@ -1,4 +1,5 @@
-"""Maps of the tiles of a small score matrix that each program of a kernel visits, for the page."""
+"""Maps of the tiles of a small score matrix that each program of a kernel visits, for the page: those of the kernels
+that a call launches on DRAWN_ON."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from types import FunctionType
 
 import sympy
 
-from attngen.cost.roofline import Problem, config_of
-from attngen.devices import CLASSES
+from attngen.cost.calls import Range, chosen, ranges
+from attngen.cost.roofline import Problem, config_of, rows_of_call
+from attngen.devices import CLASSES, DEVICES
 from attngen.ir.expr import Expr
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Config, Module
@@ -18,10 +20,12 @@ from attngen.ir.split_axes import ranges as shared_ranges
 from attngen.masks import registry
 from attngen.report.charts import UNLISTED, Drawing, tile_map
 from attngen.report.elements import Sample
+from attngen.report.launches import launches
 from attngen.tiles.tiles import evaluate, tile_loops, unbounded
 
-DRAWN_ON = "sm90"  # the device class whose tiles are drawn, if one fits there
-LEAST, MOST = 1024, 64  # fewest rows of a map; most tiles along its side
+DRAWN_ON = DEVICES["H100"]  # whose kernels and tiles are drawn, if they fit there
+LEAST = 1024  # fewest rows of a map
+FEWEST, MOST = 10, 64  # tiles along its side
 FIRST = {"b": 0, "h": 0, "hkv": 0}  # the sequence and the head to draw, if the mask depends on them
 
 
@@ -33,7 +37,7 @@ class Unknown(Exception):
 class TileMap:
     """The tiles that each program of a kernel visits, for n queries and n keys."""
 
-    kernel: str
+    made: Range
     own: str
     n: int
     block_q: int
@@ -49,8 +53,15 @@ class TileMap:
         return (self.block_q, self.block_kv) if self.own == "q" else (self.block_kv, self.block_q)
 
     @property
+    def title(self) -> str:
+        """The kernel, its implementation and its tile, such as `@fwd (Hopper, 128 × 128)`."""
+        kernel, config = self.made.kernel, self.made.config
+        implementation = kernel.backend.title() or "portable"
+        return f"@{kernel.name} ({implementation}, {config.block_q} × {config.block_kv})"
+
+    @property
     def drawing(self) -> Drawing:
-        return tile_map(f"@{self.kernel}", self.cells, self.own, self.n, self.blocks)
+        return tile_map(f"@{self.made.kernel.name}", self.cells, self.own, self.n, self.blocks)
 
     def count(self, cls: str) -> int:
         """Return the number of tiles of a class, for one head."""
@@ -69,14 +80,14 @@ class TileMap:
         """Yield rows of a table: the program, the rows of its tile, the ranges of its loops, the number of tiles that
         it visits."""
         block = self.blocks[0]
-        for p, (row, ranges) in enumerate(zip(self.cells, self.ranges)):
+        for p, (row, spans) in enumerate(zip(self.cells, self.ranges)):
             rows = f"{p * block} .. {min(self.n, (p + 1) * block)}"
-            yield [str(p), rows, *ranges, str(len(row) - row.count("empty") - row.count(UNLISTED))]
+            yield [str(p), rows, *spans, str(len(row) - row.count("empty") - row.count(UNLISTED))]
 
 
-def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Config | None:
-    """Return the config of a kernel on a device class for a problem size; None if no tile fits."""
-    return config_of(module, kernel, cls, problem.n_q if kernel.program_axis == "q" else problem.n_kv)
+def portable_config(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Config | None:
+    """Return the config of a portable kernel on a device class for a problem size; None if no tile fits."""
+    return config_of(module, kernel, cls, rows_of_call(kernel, problem))
 
 
 def configs_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> list[tuple[Kernel, Config]]:
@@ -85,7 +96,7 @@ def configs_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> li
 
     If both exist, calls with few rows run the first one.
     """
-    portable = chosen(module, kernel, cls, problem)
+    portable = portable_config(module, kernel, cls, problem)
     rows = problem.n_q if kernel.program_axis == "q" else problem.n_kv
     others = [
         (k, config) for k, config in module.stand_ins(kernel.name) if config.device == cls and rows > config.min_rows
@@ -94,26 +105,45 @@ def configs_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> li
 
 
 def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
-    """Return each kernel that loops over tiles, with its map or the reason why it has none.
+    """Return the kernels with loops over tiles that a call launches on DRAWN_ON, each with its map or the reason why it
+    has none.
 
-    The kernel `packed`, whose tile has few queries of many heads, and `bwd`, whose tiles are those of `dkdv`, are left
-    out. `sample` decides which blocks are visible if a call's data does.
+    Kernels with pack-GQA, whose tile has few queries of many heads, are left out. `sample` decides which blocks are
+    visible if a call's data does.
     """
-    found: list[tuple[str, TileMap | str]] = []
-    for kernel in (k for k in module.kernels if tile_loops(k) and not (k.pack_gqa or k.adds_in_order)):
-        try:
-            found.append((kernel.name, draw_tiles(sample, module, kernel, problem)))
-        except Unknown as reason:
-            found.append((kernel.name, str(reason)))
-    return found
+    return [(kernel.name, _map(sample, module, kernel, problem)) for kernel in _drawn(module, problem)]
 
 
-def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem) -> TileMap:
-    """Return the tile map of a kernel; raise Unknown if no tile fits, or if its tiles depend on a call's arguments."""
-    config = next((r for cls in (DRAWN_ON, *CLASSES) if (r := chosen(module, kernel, cls, problem))), None)
-    if config is None:
-        raise Unknown("No tile fits any device.")
-    n, block_q, block_kv = _small(module, kernel, config, min(problem.n_q, problem.n_kv))
+def _drawn(module: Module, problem: Problem) -> Iterator[Kernel]:
+    """Yield the kernels to draw: those that a call launches on DRAWN_ON, those that run before the others, and those of
+    which no tile fits there."""
+    cls = DRAWN_ON.cls
+    launched = {one.kernel.stands_for for one in launches(module, cls) if one.covers(problem, DRAWN_ON)}
+    for kernel in (k for k in module.kernels if tile_loops(k) and not k.pack_gqa):
+        replaced = kernel.dots and (kernel.adds_in_order or ranges(module, kernel, cls))
+        if kernel.name in launched or not replaced:
+            yield kernel
+
+
+def _map(sample: Sample, module: Module, kernel: Kernel, problem: Problem) -> TileMap | str:
+    rows = rows_of_call(kernel, problem)
+    made = next((r for cls in (DRAWN_ON.cls, *CLASSES) if (r := chosen(module, kernel, cls, rows))), None)
+    if made is None:
+        return "No tile fits any device."
+    try:
+        return draw_tiles(sample, module, kernel, made, min(problem.n_q, problem.n_kv))
+    except Unknown as reason:
+        return str(reason)
+
+
+def draw_tiles(sample: Sample, module: Module, kernel: Kernel, made: Range, most: int) -> TileMap:
+    """Return the map of the tiles that `made` visits, which runs for a kernel, for at most `most` rows; raise Unknown
+    if its tiles depend on a call's arguments.
+
+    A warp-specialized kernel visits the tiles of the portable kernel that it stands in for, at its own tile size.
+    """
+    config = made.config
+    n, block_q, block_kv = _small(module, kernel, config, most)
     sizes = {"Nq": n, "Nk": n, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
     remarks = [
         f"Tiles of {block_q} queries by {block_kv} keys"
@@ -121,6 +151,8 @@ def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem)
     ]
     if block_q != config.block_q:
         remarks.append(f"On {config.device} they are {config.block_q} by {config.block_kv}: too small to draw.")
+    if made.least >= n:
+        remarks.append(f"Only calls of more than {made.least:,} rows run it.")
     used = {str(s) for e in _bounds(kernel) for s in e.free_symbols}
     if used & FIRST.keys():
         remarks.append("Drawn for the first head of the first sequence; others differ.")
@@ -128,16 +160,16 @@ def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem)
         remarks.append(f"Drawn for a call that hides nothing by {', '.join(given)}; others visit fewer tiles.")
     own, other = (block_q, block_kv) if kernel.program_axis == "q" else (block_kv, block_q)
     cells: list[list[str]] = []
-    ranges: list[list[str]] = []
+    listed: list[list[str]] = []
     for start in range(0, n, own):
         values = {**FIRST, **unbounded(kernel), **sizes, f"{kernel.program_axis}_start": start}
         cells.append(["empty"] * -(-n // other))
-        ranges.append([])
+        listed.append([])
         for loop in tile_loops(kernel):
             spans = _spans(kernel, loop, values, len(cells[-1]))
             for lo, hi in spans:
                 cells[-1][lo:hi] = [loop.cls] * (hi - lo)
-            ranges[-1].append(", ".join(f"{lo} .. {hi}" for lo, hi in spans if lo < hi) or "none")
+            listed[-1].append(", ".join(f"{lo} .. {hi}" for lo, hi in spans if lo < hi) or "none")
     if module.blocks and any(loop.listed for loop in tile_loops(kernel)):
         _keep_listed(module.blocks, sample, n, kernel, cells, (own, other))
         remarks.append(_on_lists(module.blocks))
@@ -147,7 +179,7 @@ def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem)
             "leave."
         )
     headings = [loop.cls for loop in tile_loops(kernel)]
-    return TileMap(kernel.name, kernel.program_axis, n, block_q, block_kv, remarks, headings, cells, ranges)
+    return TileMap(made, kernel.program_axis, n, block_q, block_kv, remarks, headings, cells, listed)
 
 
 def _bounds(kernel: Kernel) -> list[Expr]:
@@ -161,7 +193,9 @@ def _small(module: Module, kernel: Kernel, config: Config, most: int) -> tuple[i
     doubled if there are too many."""
     block = module.blocks.size if module.blocks else None
     reach = max((2 * abs(int(i)) for e in _bounds(kernel) for i in e.atoms(sympy.Integer)), default=0)
-    enough = min(MOST * block, max(16 * block, reach)) if block else reach
+    enough = max(reach, FEWEST * max(config.block_q, config.block_kv))
+    if block:
+        enough = min(MOST * block, max(16 * block, enough))
     n = LEAST
     while n < enough:
         n *= 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from attngen.bench.figures import FORMS, theme
-from attngen.cost.roofline import Problem
+from attngen.cost.calls import ranges
 from attngen.ir.parser import parse_module
 from attngen.report.charts import Shape, path, rect, text
 from attngen.report.elements import Sample
@@ -128,7 +128,8 @@ def pictures() -> dict[str, str]:
 def _tiles() -> TileMap:
     module = parse_module((ROOT / "generated" / SPEC / "schedule.ir").read_text(encoding="utf-8"))
     sample = Sample(load_spec(ROOT / "specs" / f"{SPEC}.yaml"))
-    return draw_tiles(sample, module, module.kernel("fwd"), Problem(n_q=ROWS, n_kv=ROWS))
+    kernel = module.kernel("fwd")
+    return draw_tiles(sample, module, kernel, ranges(module, kernel, "any")[-1], ROWS)
 
 
 def _map(tiles: TileMap) -> list[Shape]:
