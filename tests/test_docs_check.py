@@ -46,8 +46,8 @@ BAD = {
         'all widths and schemes: "a label" is covered by a box in picture "picture"',
     ),
     "tiny text": (
-        SVG.format('<text x="20" y="50" font-size="5">tiny</text>'),
-        'all widths and schemes: the text of picture "picture" is 5.0 pixels high, expected 7 at least',
+        SVG.format('<text x="20" y="50" font-size="8.8">tiny</text>'),
+        'all widths and schemes: the text of picture "picture" is 8.8 pixels high, expected 9 at least',
     ),
     "a picture that is missing": ('<img src="none.svg">', "all widths and schemes: picture none.svg does not load"),
     "a white picture": ('<img src="white.svg">', "dark: picture white.svg is a white box in dark mode"),

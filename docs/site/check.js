@@ -1,7 +1,7 @@
 // Runs in a page that docs/site/check.py has opened: returns sentences on what a reader cannot see or read.
 const [dark, done] = arguments;
 const SLACK = 1.5; // pixels by which boxes may be off, because of rounding
-const SMALLEST = 7; // pixels that the font of a picture has at least
+const SMALLEST = 9; // pixels that the font of a picture has at least
 const BLANK = 0.8; // luminance from which a box counts as white
 const MOST = 6; // sentences of one kind for each page
 const THEME = ".md-header, .md-search, .md-sidebar, .md-tabs, .md-dialog, .md-skip, .md-overlay, .md-top";
