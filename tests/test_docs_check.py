@@ -49,6 +49,20 @@ BAD = {
         SVG.format('<text x="20" y="50" font-size="8.8">tiny</text>'),
         'all widths and schemes: the text of picture "picture" is 8.8 pixels high, expected 9 at least',
     ),
+    "a figure that does not open": (
+        f"<figure>{SVG.format('')}</figure>",
+        'all widths and schemes: picture "picture" does not open large by click',
+    ),
+    "a figure that opens by a click only": (
+        f"<figure>{SVG.format('')}</figure><dialog>{SVG.replace('300', '600')}</dialog>"
+        "<script>document.querySelector('svg').onclick = () => document.querySelector('dialog').showModal()</script>",
+        'all widths and schemes: picture "picture" does not open large by keydown',
+    ),
+    "a figure that opens as small": (
+        f"<figure>{SVG.format('')}</figure><dialog>{SVG.format('')}</dialog>"
+        "<script>document.querySelector('svg').onclick = () => document.querySelector('dialog').showModal()</script>",
+        'all widths and schemes: picture "picture" does not open large by click',
+    ),
     "a picture that is missing": ('<img src="none.svg">', "all widths and schemes: picture none.svg does not load"),
     "a white picture": ('<img src="white.svg">', "dark: picture white.svg is a white box in dark mode"),
     "labels in a file": (
@@ -121,6 +135,28 @@ def test_a_bad_page_is_found(case: str, check: Any, driver: Any, tmp_path: Path)
 
 def test_nothing_is_found_on_a_good_page(check: Any, driver: Any, tmp_path: Path) -> None:
     assert findings(check, driver, tmp_path, GOOD) == []
+
+
+def test_a_figure_opens_at_the_size_of_the_window_and_escape_closes_it(check: Any, driver: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    script = (check.ROOT / "docs/assets/figures.js").read_text(encoding="utf-8")
+    figure = f"<figure>{SVG.format('<title>a map</title>')}</figure><script>{script}</script>"
+    assert findings(check, driver, tmp_path, figure) == []
+    with check.served(tmp_path) as home:
+        driver.get(home + "page.html")
+        size = driver.execute_script("return [innerWidth, innerHeight]")
+        opened = "return [...document.querySelectorAll('dialog[open] svg')].map((e) => e.getBoundingClientRect().width)"
+        for key in (Keys.ENTER, Keys.SPACE):
+            driver.execute_script("document.activeElement.blur(); document.querySelector('svg').focus()")
+            ActionChains(driver).send_keys(key).perform()
+            assert driver.execute_script(opened) == [size[0] - 48]
+            ActionChains(driver).send_keys(Keys.ESCAPE).perform()
+            assert driver.execute_script(opened) == []
+        driver.execute_script("document.querySelector('svg').dispatchEvent(new MouseEvent('click'))")
+        driver.execute_script("document.querySelector('dialog').click()")
+        assert driver.execute_script("return document.querySelectorAll('dialog').length") == 0
 
 
 def test_a_search_that_finds_nothing_is_found(check: Any, driver: Any, tmp_path: Path) -> None:

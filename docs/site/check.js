@@ -218,6 +218,21 @@ const checkInline = () => {
     checkPicture(svg, titled(svg));
   }
 };
+// The picture of a figure opens large, unless the page's policy forbids scripts.
+const EVENTS = [new MouseEvent("click"), new KeyboardEvent("keydown", { key: "Enter" })];
+const checkOpens = () => {
+  if (document.querySelector('meta[http-equiv="Content-Security-Policy"]')) return;
+  for (const svg of document.querySelectorAll("figure svg")) {
+    if (!shown(svg)) continue;
+    for (const event of EVENTS) {
+      svg.dispatchEvent(event);
+      const dialog = document.querySelector("dialog[open]"), large = dialog?.querySelector("svg");
+      const opens = large?.getBoundingClientRect().width > svg.getBoundingClientRect().width;
+      if (!opens || svg.tabIndex < 0) report("opens", `picture ${titled(svg)} does not open large by ${event.type}`);
+      dialog?.close();
+    }
+  }
+};
 // A picture in a file of its own is laid out once more, inline, where its text can be measured.
 const checkFile = async (img) => {
   const name = img.currentSrc.split("/").pop().split("#")[0];
@@ -270,6 +285,7 @@ const checkBoxes = () => {
   checkText();
   checkEmphasis();
   checkInline();
+  checkOpens();
   checkBoxes();
   await checkImages();
   const sentences = Object.values(found).flatMap((all) => {

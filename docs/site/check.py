@@ -1,9 +1,9 @@
 """`make docs-check`: read the built site in Chromium, all pages, at two widths, light and dark.
 
 It reports each thing that a reader cannot see or read, as one sentence: text or pictures that are cut off, white boxes
-in dark mode, low contrast, labels of pictures that lie over one another or are tiny, emphasis inside a word, lines on
-the console, requests to elsewhere. It also searches for SEARCHED. It needs chromium or google-chrome, chromedriver and
-selenium.
+in dark mode, low contrast, labels of pictures that lie over one another or are tiny, figures that do not open large,
+emphasis inside a word, lines on the console, requests to elsewhere. It also searches for SEARCHED. It needs chromium or
+google-chrome, chromedriver and selenium.
 """
 
 from __future__ import annotations
