@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attngen import cli
-from attngen.cli import main
+from attngen.cli import main, testing
 from attngen.cli.specs import renamed
 from attngen.spec import load_spec, parse_spec
 from tests import cli_common
@@ -91,11 +91,12 @@ def test_build_writes_a_module_and_says_so(project: Path, attngen: Cli) -> None:
         "dkdv",
         "64x64",
     ]
-    assert lines[-1].startswith("generated/good: __init__.py, kernels.py, ") and lines[-1].endswith(" written")
+    assert lines[-2].startswith("generated/good: __init__.py, kernels.py, ") and lines[-2].endswith(" written")
+    assert lines[-1] == "next, in Python, in this folder: from generated.good import attention"
     assert files(project / "generated") == {
         f"good/{name}" for name in ("__init__.py", "kernels.py", "report.json", "runtime.py", "schedule.ir")
     }
-    assert attngen("build", "specs/good.yaml", "specs/good.yaml", "--all").endswith(" unchanged\n")
+    assert " unchanged\n" in attngen("build", "specs/good.yaml", "specs/good.yaml", "--all")
     (project / "specs" / "other.yaml").write_text(GOOD.replace("good", "other"))
     lines = attngen("build", "--all").splitlines()
     assert lines[1].split() == ["good", "causal", "mha", "64", "64x64", "64x64", "64x64", "same"]
@@ -447,3 +448,15 @@ def test_build_notes_positions_that_count_from_zero(tmp_path, capsys):
     assert not end.value.code and (tmp_path / "made" / "n" / "kernels.py").is_file()
     notes = [line for line in capsys.readouterr().err.splitlines() if "note: " in line]
     assert len(notes) == 1 and notes[0].startswith(f"{spec}, line 3: note: `mask` compares `q_idx` with `kv_idx`")
+
+
+@pytest.mark.parametrize(
+    ("mask", "far"),
+    [
+        ("causal", []),
+        ({"sliding_window": {"left": 1023, "right": 0}}, ["left: 1023"]),
+        ({"any_of": [{"sliding_window": {"left": 99}}, {"expr": "kv_idx < 4096"}]}, ["4096"]),
+    ],
+)
+def test_numbers_of_a_mask_beyond_the_longest_case_are_noted(mask: object, far: list[str]) -> None:
+    assert list(testing._beyond(mask, 300)) == far

@@ -120,6 +120,9 @@ def _write_one(module: Module, files: dict[str, str], out_dir: Path) -> None:
     out.print(f"{module.name}: {module.mask}, {module.sharing}, head dim {dim}; kernels of long calls, and their tiles")
     out.print(table)
     out.print(f"{out_dir / module.name}: {', '.join(files)} {'written' if changed else 'unchanged'}")
+    package = ".".join(out_dir.parts)
+    if all(part.isidentifier() for part in out_dir.parts):  # a package below the current folder
+        out.print(f"next, in Python, in this folder: from {package}.{module.name} import attention")
 
 
 def _tiles(module: Module, written: set[str]) -> str:

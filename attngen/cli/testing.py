@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import tempfile
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,6 +162,8 @@ def _test_one(path: Path, loaded: Spec, seed: int, watch: Watch, brief: bool) ->
     if not brief:
         print()
     _print_worst(results)
+    if far := list(_beyond(loaded.canonical().get("mask"), longest := _longest(case for case, _ in work))):
+        print(f"note: no case has more than {longest} keys, so {', '.join(far)} of the mask is not reached")
     failed = sum(not result.ok for result in results)
     return (
         f"{count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error"
@@ -212,6 +215,25 @@ class _Lines:
 def _shown(name: str, names: Container[str]) -> str:
     """Return the name of a result as tables have it: tangents, whose names have a `t` in front, as `jvp(out)`."""
     return f"jvp({name[1:]})" if name[0] == "t" and name[1:] in names else name
+
+
+def _longest(cases: Iterable[Any]) -> int:
+    """Return the largest number of keys of a case, with or without a KV cache."""
+    return max(max(case.keys) if hasattr(case, "keys") else case.n_kv for case in cases)
+
+
+def _beyond(part: Any, keys: int, name: str = "") -> Iterator[str]:
+    """Yield the numbers in a part of a spec that are at least a number of keys, with their names."""
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            yield from _beyond(value, keys, str(key))
+    elif isinstance(part, list):
+        for value in part:
+            yield from _beyond(value, keys, name)
+    elif isinstance(part, str):
+        yield from (number for number in re.findall(r"\b\d+\b", part) if int(number) >= keys)
+    elif isinstance(part, int) and not isinstance(part, bool) and part >= keys:
+        yield f"{name}: {part}"
 
 
 def _print_worst(results: Sequence[Result]) -> None:

@@ -145,7 +145,7 @@ def test_a_spec_cannot_select_the_backend_for_a_kernel_that_cannot_be_warp_speci
         ({"mask": {"all_of": ["causal", BLOCKS]}}, "head_dims of 192 and 128 and lists of blocks registers spill"),
         (
             {"mask": {"chunked": {"size": 48}}},
-            "take 15 operations for each score, and of more than 14 registers may spill",
+            "take 15 operations for each score; with more than 14, registers may spill",
         ),
     ],
 )
@@ -228,7 +228,7 @@ def test_row_vectors_of_queries_fit_next_to_tiles(head_dim: int) -> None:
         ),
         (
             {"mask": {"all_of": ["causal", "document"]}},
-            "take 19 operations for each score, and of more than 17 registers may spill",
+            "take 19 operations for each score; with more than 17, registers may spill",
         ),
     ],
 )

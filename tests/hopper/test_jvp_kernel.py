@@ -266,7 +266,7 @@ def test_each_tile_has_its_own_program_where_that_is_faster() -> None:
         ),
         (
             {"score": [{"expr": "s + erf(s)"}]},
-            "its mask and modifiers take 36 operations for each score, and of more than 22 registers may spill.",
+            "its mask and modifiers take 36 operations for each score; with more than 22, registers may spill.",
         ),
         ({"schedule": {"backend": "triton"}}, "the spec says `schedule: {backend: triton}`."),
     ],

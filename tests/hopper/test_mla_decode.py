@@ -280,7 +280,7 @@ def test_other_masks_and_caches(name: str) -> None:
         ({"mask": "tree"}, "its mask or modifiers read what is loaded for keys (%tree_mask)"),
         (
             {"mask": {"all_of": ["causal", {"chunked": {"size": 50}}]}},
-            "its mask and modifiers take 11 operations for each score, and of more than 10 registers may spill",
+            "its mask and modifiers take 11 operations for each score; with more than 10, registers may spill",
         ),
         ({"head_dim": {"qk": 320, "v": 256}}, "its latents have 256 columns and 64 rotated ones; expected 512 and 64"),
     ],

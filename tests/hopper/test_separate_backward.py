@@ -257,8 +257,8 @@ def test_legalize_gluon_loads_the_tile_for_delta_to_registers() -> None:
                 "score": [{"expr": "s * exp(t[b, h, q_idx])", "params": {"t": {"tensor": ["B", "H", "Nq"]}}}],
             },
             (
-                "@dk has no config for hopper: its mask and modifiers take 17 operations for each score, and of more "
-                "than 14 registers spill"
+                "@dk has no config for hopper: its mask and modifiers take 17 operations for each score; with more "
+                "than 14, registers spill"
             ),
         ),
         ({"dropout": True}, "@dk has no config for hopper: with dropout registers spill"),
@@ -279,8 +279,8 @@ def test_legalize_gluon_loads_the_tile_for_delta_to_registers() -> None:
         (
             {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": [{"softcap": 5.0}]},
             (
-                "@dk has no config for hopper: its mask and modifiers take 22 operations for each score, and of more "
-                "than 14 registers spill"
+                "@dk has no config for hopper: its mask and modifiers take 22 operations for each score; with more "
+                "than 14, registers spill"
             ),
         ),
         (

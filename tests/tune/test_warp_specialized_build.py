@@ -228,7 +228,7 @@ def test_a_sentence_says_why_the_forward_has_no_config() -> None:
     }
     (sentence,) = none(head_dim=128, mask=heavy)
     assert sentence.startswith(f"{none_found}its mask and modifiers take ") and sentence.endswith(
-        "of more than 16 registers may spill."
+        "with more than 16, registers may spill."
     )
 
 
@@ -245,7 +245,7 @@ def test_a_sentence_says_why_the_forward_has_no_config() -> None:
         ({"mask": "causal", "dropout": True}, None),
         (
             {"head_dim": 128, "mask": "causal", "score": ["alibi", {"softcap": 50.0}]},
-            "its mask and modifiers take 26 operations for each score, and of more than 23 registers may spill.",
+            "its mask and modifiers take 26 operations for each score; with more than 23, registers may spill.",
         ),
         (
             {"mask": "none", "head_dim": {"qk": 128, "v": 64}},

@@ -82,7 +82,7 @@ def not_preferred(module: Module) -> str:
     if wide > NARROW and _is_crowded(module, kernel):
         return "its mask of data and its modifiers read so much that registers may spill"
     ops, most = ops_per_score(kernel), LIGHT_OPS if module.dropout else MOST_OPS
-    spills = f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
+    spills = f"its mask and modifiers take {ops} operations for each score; with more than {most}, registers may spill"
     return spills if ops > most else ""
 
 

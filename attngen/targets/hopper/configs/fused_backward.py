@@ -75,7 +75,7 @@ def not_preferred(module: Module) -> str:
     most = MOST_OPS_IF_WIDE if is_wide(module) else MOST_OPS_IF_SIGNED if signed else MOST_OPS
     if (ops := ops_per_score(kernel)) > most:
         return (
-            f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
+            f"its mask and modifiers take {ops} operations for each score; with more than {most}, registers may spill"
         )
     return ""
 

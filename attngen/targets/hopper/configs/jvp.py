@@ -42,7 +42,7 @@ def not_preferred(module: Module) -> str:
         return f"with a head_dim of more than {NARROW} and a number for each score registers may spill"
     if (ops := ops_per_score(kernel)) > MOST_OPS:
         return (
-            f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_OPS} registers "
+            f"its mask and modifiers take {ops} operations for each score; with more than {MOST_OPS}, registers "
             "may spill"
         )
     return ""

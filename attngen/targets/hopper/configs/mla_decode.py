@@ -62,7 +62,7 @@ def not_preferred(module: Module) -> str:
         return "its modifiers depend on positions, and registers spill"
     if (ops := ops_per_score(module.kernel(DECODE))) > LIGHT_OPS:
         return (
-            f"its mask and modifiers take {ops} operations for each score, and of more than {LIGHT_OPS} registers "
+            f"its mask and modifiers take {ops} operations for each score; with more than {LIGHT_OPS}, registers "
             "may spill"
         )
     return ""

@@ -58,7 +58,7 @@ def not_preferred(name: str, module: Module) -> str:
         return "with a modifier of scores registers spill"
     most = MOST_OPS_WITH_MODIFIER if modified and computes_dp(kernel) else MOST_OPS
     if (ops := ops_per_score(kernel)) > most:
-        return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers spill"
+        return f"its mask and modifiers take {ops} operations for each score; with more than {most}, registers spill"
     of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",))
     if kernel.program_axis == "q" and not all(is_row_vector(kernel, op) for op in of_keys):
         return "with numbers for keys that cannot be copied with their tile registers spill"
