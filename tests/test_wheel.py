@@ -248,5 +248,5 @@ def test_a_copy_of_a_shipped_spec_is_built_and_tested_by_its_name(run: Run, tmp_
     run("attngen", "new", "x", "--like", "window_gqa")
     run("attngen", "build", "x")
     assert " ok\n" in run("attngen", "test", "x")
-    assert run("attngen", "build", "causal_fp32").endswith("1 module written to generated, 0 unchanged\n")
+    assert "report.json written\n" in run("attngen", "build", "causal_fp32")
     assert {path.name for path in (tmp_path / "generated").iterdir()} == {"causal_fp32", "x"}
