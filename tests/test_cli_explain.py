@@ -126,10 +126,10 @@ def test_explain_counts_the_tiles_that_bounds_and_block_lists_leave(project: Pat
     """It does so for masks of positions, and says whether kernels use bounds or lists."""
     loose = "abs(q_idx // 64 % 8 - kv_idx // 64 % 8) < 1"
     for mask, expected in (
-        ("causal", "62.5% (25.0%) by the formula's bounds, 62.5% (25.0%) by block lists; this module uses bounds"),
+        ("causal", "62.5% (25.0%) by the formula's bounds, 62.5% (25.0%) by block lists; used: bounds"),
         (
             f'{{expr: "{loose}"}}',
-            "100.0% (100.0%) by the formula's bounds, 25.0% (25.0%) by block lists; this module uses block lists",
+            "100.0% (100.0%) by the formula's bounds, 25.0% (25.0%) by block lists; used: block lists",
         ),
     ):
         (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")

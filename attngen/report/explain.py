@@ -307,7 +307,7 @@ def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
         bounded, bounded_partial, listed, listed_partial = (f"{x / found.all:.1%}" for x in found[1:])
         yield Line(
             f"program tiles of {rows}: {bounded} ({bounded_partial}) by the formula's bounds, "
-            f"{listed} ({listed_partial}) by block lists; this module uses {visits}"
+            f"{listed} ({listed_partial}) by block lists; used: {visits}"
         )
 
 
