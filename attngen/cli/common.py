@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from glob import escape, glob
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -33,22 +33,17 @@ def complete_spec(incomplete: str) -> list[str]:
 
 
 GENERATED = Path("generated")
-_FILE = typer.Argument(
-    metavar="SPEC",
-    help="a spec's name or file, such as causal_mqa or specs/causal_mqa.yaml",
-    show_default=False,
-    autocompletion=complete_spec,
-    parser=find_spec,
-)
-_FILES = typer.Argument(
-    metavar="SPEC",
-    help="names or files of specs",
-    show_default=False,
-    autocompletion=complete_spec,
-    parser=find_spec,
-)
-SpecPath = Annotated[Path, _FILE]
-SpecPaths = Annotated[list[Path] | None, _FILES]
+
+
+def _argument(about: str) -> Any:
+    """Return an argument whose values are names or files of specs."""
+    return typer.Argument(
+        metavar="SPEC", help=about, show_default=False, autocompletion=complete_spec, parser=find_spec
+    )
+
+
+SpecPath = Annotated[Path, _argument("a spec's name or file, such as causal_mqa or specs/causal_mqa.yaml")]
+SpecPaths = Annotated[list[Path] | None, _argument("names or files of specs")]
 Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
 FEW = 4  # number of specs that one process compiles in the time in which another one starts
 T = TypeVar("T")
