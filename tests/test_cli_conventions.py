@@ -305,7 +305,7 @@ finally:
 
 @pytest.mark.nightly
 def test_the_demo_prints_under_40_lines() -> None:
-    """They are the spec, its kernels, errors beside naive attention's, the files, and the command that shows the IR."""
+    """They are the spec, its kernels, errors (also naive attention's), the files, and the command for the IR."""
     command = ["make", "-s", "demo", "VENV=system", f"PYTHON3={sys.executable}"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

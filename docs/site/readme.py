@@ -1,4 +1,4 @@
-"""What README shows of measured speed: a picture, beside the tiles of a mask, and a table.
+"""What README shows of measured speed: a picture, which also has the tiles of a mask, and a table.
 
 Their figures are in docs/bench/readme.json: the device, the date, the setting, and for each workload the milliseconds
 of attngen and of its peers, forward and backward. Peers are FlexAttention, which each workload has, and hand-written
