@@ -347,11 +347,11 @@ def test_what_the_language_gained(name: str, device: str, tmp_path: Path) -> Non
     compare(module, variant.oracle, variant.inputs(4, 40, 57), device, (4, 40, 57, 16))
 
 
-def window_and_sinks(
-    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, sinks: int, slope: Any
+def window_and_first_keys(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, first: int, slope: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     biased = 30 * torch.tanh(s / 30) - slope[:, None, None] * (q_pos - kv).abs()
-    return biased, (kv <= q_pos) & ((kv >= q_pos - 255) | (kv < sinks))
+    return biased, (kv <= q_pos) & ((kv >= q_pos - 255) | (kv < first))
 
 
 @pytest.mark.share(4)
@@ -366,14 +366,14 @@ def test_the_example_of_getting_started_decodes(device: str, tmp_path: Path) -> 
     spec = make_spec({**yaml.safe_load(example), "dtype": "fp32", "schedule": {"block_q": 16, "block_kv": 64}})
     assert spec.notes() == ()
     module = module_of(spec, tmp_path / "mine")
-    given = {"sinks": 4, "slope": torch.tensor([0.5, 0.01])}
-    compare(module, window_and_sinks, given, device, (2, 1, 400, 64))
+    given = {"first": 4, "slope": torch.tensor([0.5, 0.01])}
+    compare(module, window_and_first_keys, given, device, (2, 1, 400, 64))
     q, k, v = (torch.zeros(1, 2, n, 64, device=device) for n in (1, 400, 400))
     flat = torch.zeros(2, device=device)
     v[:, :, 4:144] = 1.0  # keys that it must not see
-    assert module.attention(q, k, v, sinks=4, slope=flat).abs().max() == 0
+    assert module.attention(q, k, v, first=4, slope=flat).abs().max() == 0
     v[:, :, 144:] = v[:, :, :4] = 2.0
-    assert (module.attention(q, k, v, sinks=4, slope=flat) - 2).abs().max() < 1e-5
+    assert (module.attention(q, k, v, first=4, slope=flat) - 2).abs().max() < 1e-5
 
 
 def test_buckets_at_their_edges_are_exact() -> None:
