@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 from types import ModuleType
@@ -70,12 +69,6 @@ def jobs(specs: Sequence[tuple[Path, Spec]], folder: Path, device: str) -> list[
         for dtype in s.dtype
         if device == "cuda" or ELEMENTS[dtype].is_interpreted
     ]
-
-
-def run(work: Sequence[Job], device: str, seed: int, workers: int) -> list[Table]:
-    """Run all jobs, several at a time; print each case to stderr when it is done."""
-    with processes(min(workers, max(1, len(work)))) as pool:
-        return list(pool.map(run_job, work, repeat(device), repeat(seed)))
 
 
 def processes(workers: int) -> ProcessPoolExecutor:
