@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Names of the results in the page of a report.
 NAMES = """`out` and `lse` are the output and the log-sum-exp of each row, `dq`, `dk`, `dv` and other names with d the
-gradients, and `tout` and `tlse` the tangents of `out` and `lse` in forward mode."""
+gradients, and `jvp(out)` and `jvp(lse)` the tangents of `out` and `lse` in forward mode."""
 LEGEND = """
 Errors: relative to exact results, in fp64. lse: log-sum-exp of each row;
 dx: gradient of x; jvp(x): tangent of x in forward mode.
@@ -55,8 +55,8 @@ def test(
     type; a second run must give the same bits.
 
     \b
-    attngen test specs/causal_mqa.yaml
-    attngen test specs/causal_mqa.yaml --seed 7 --brief
+    attngen test causal_mqa
+    attngen test causal_mqa --seed 7 --brief
     attngen test --all --report docs/gpu-verification.md
     """
     loaded, unread = read_specs(given(specs, every, "test"))
@@ -188,33 +188,31 @@ class _Lines:
 
     def __init__(self, spec: Spec, cases: Sequence[Any], brief: bool) -> None:
         from attngen.conformance.harness import result_names, tangent_names
+        from attngen.conformance.result import shown
 
         names = (*result_names(spec), *tangent_names(spec))
         self.brief = brief
-        self.widths = {name: max(8, len(_shown(name, names))) + 1 for name in names}
+        self.widths = {name: max(8, len(shown(name, names))) + 1 for name in names}
         self.longest = max(26, *(len(str(case)) for case in cases)) + 2
         if self.longest + 7 + sum(self.widths.values()) + 22 > out.width:
             self.widths = {}
-        headings = "".join(f"{_shown(name, names):<{width}}" for name, width in self.widths.items())
+        headings = "".join(f"{shown(name, names):<{width}}" for name, width in self.widths.items())
         if not brief:
             print(f"{'case':<{self.longest}}{'dtype':<7}{headings}worst, over naive")
 
     def show(self, result: Result) -> None:
         """Print the line of a case."""
+        from attngen.conformance.result import shown
+
         if self.brief and result.ok:
             return
         errors = "".join(
             f"{result.ours[name]:<{width}.1e}" if name in result.ours else " " * width
             for name, width in self.widths.items()
         )
-        ratio = f"{_shown(result.worst, result.ours)} {result.ratio(result.worst):.2f}x"
+        ratio = f"{shown(result.worst, result.ours)} {result.ratio(result.worst):.2f}x"
         verdict = "ok" if result.ok else "FAILED"
         print(f"{result.case!s:<{self.longest}}{result.dtype:<7}{errors}{ratio:<14} {verdict}", flush=True)
-
-
-def _shown(name: str, names: Container[str]) -> str:
-    """Return the name of a result as tables have it: tangents, whose names have a `t` in front, as `jvp(out)`."""
-    return f"jvp({name[1:]})" if name[0] == "t" and name[1:] in names else name
 
 
 def _longest(cases: Iterable[Any]) -> int:
@@ -238,13 +236,15 @@ def _beyond(part: Any, keys: int, name: str = "") -> Iterator[str]:
 
 def _print_worst(results: Sequence[Result]) -> None:
     """Print our error and naive attention's for each result, in the case in which they differ most."""
+    from attngen.conformance.result import shown
+
     table = Rows("at worst", "ours", "naive", "over naive", "case")
     names = dict.fromkeys(name for result in results for name in result.ours if not name.endswith(" row"))
     for name in names:
         having = (result for result in results if name in result.ours)
         ratio, worst = max(((r.ratio(name), r) for r in having), key=lambda pair: (pair[0] != pair[0], pair[0]))
         errors = (f"{worst.ours[name]:.1e}", f"{worst.naive[name]:.1e}", f"{ratio:.2f}x")
-        table.add_row(_shown(name, names), *errors, f"{worst.case} {worst.dtype}")
+        table.add_row(shown(name, names), *errors, f"{worst.case} {worst.dtype}")
     with out.capture() as text:
         out.print(table)
     print(text.get(), end="")  # above the bar of the progress, which sees only what is printed

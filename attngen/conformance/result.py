@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,14 @@ BAR = 2.0  # largest allowed ratio of our error to naive's
 
 # The same for the worst row, whose rounding errors no mean over other rows evens out.
 ROW_BAR = 4.0
+
+
+def shown(name: str, names: Container[str]) -> str:
+    """Return the name of a result as tables have it: tangents, whose names have a `t` in front, as `jvp(out)`.
+
+    names: the names of all results of the case.
+    """
+    return f"jvp({name[1:]})" if name[0] == "t" and name[1:] in names else name
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_
 from attngen.conformance.harness import asked, load_module
 from attngen.conformance.interpreter import lighten
 from attngen.conformance.kv_cache import CacheCase, cache_cases, make_call, result_of
-from attngen.conformance.result import KEYS
+from attngen.conformance.result import KEYS, shown
 from attngen.heuristics import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.ir.dtypes import ELEMENTS
 from attngen.runtime.launch import num_sms
@@ -98,7 +98,10 @@ def run_job(job: Job, device: str, seed: int) -> Table:
                 if device == "cuda":
                     torch.cuda.empty_cache()
         errors = " | ".join(f"{result.ours[k]:.1e} / {result.naive[k]:.1e}" if k in result.ours else "-" for k in KEYS)
-        worst, row = (f"{k.removesuffix(' row')} {result.ratio(k):.2f}" for k in (result.worst, result.worst_row))
+        worst, row = (
+            f"{shown(k.removesuffix(' row'), result.ours)} {result.ratio(k):.2f}"
+            for k in (result.worst, result.worst_row)
+        )
         ok = result.ok and same
         lines.append((f"| {case} | {errors} | {worst} | {row} | {'yes' if same else 'NO'} |", ok))
         print(
