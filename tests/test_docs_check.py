@@ -63,6 +63,10 @@ BAD = {
         "<script>document.querySelector('svg').onclick = () => document.querySelector('dialog').showModal()</script>",
         'all widths and schemes: picture "picture" does not open large by click',
     ),
+    "a picture of a file that does not open": (
+        '<span class="picture"><a href="#"><img src="white.svg"></a></span>',
+        "all widths and schemes: picture white.svg does not open large by click",
+    ),
     "a picture that is missing": ('<img src="none.svg">', "all widths and schemes: picture none.svg does not load"),
     "a white picture": ('<img src="white.svg">', "dark: picture white.svg is a white box in dark mode"),
     "labels in a file": (
@@ -157,6 +161,25 @@ def test_a_figure_opens_at_the_size_of_the_window_and_escape_closes_it(check: An
         driver.execute_script("document.querySelector('svg').dispatchEvent(new MouseEvent('click'))")
         driver.execute_script("document.querySelector('dialog').click()")
         assert driver.execute_script("return document.querySelectorAll('dialog').length") == 0
+
+
+def test_a_picture_of_a_file_opens_on_the_page(check: Any, driver: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    script = (check.ROOT / "docs/assets/figures.js").read_text(encoding="utf-8")
+    picture = f'<span class="picture"><a href="white.svg"><img src="white.svg"></a></span><script>{script}</script>'
+    found = findings(check, driver, tmp_path, picture)
+    assert not [sentence for sentence in found if "open" in sentence]
+    with check.served(tmp_path) as home:
+        driver.get(home + "page.html")
+        size = driver.execute_script("return innerWidth")
+        opened = "return [...document.querySelectorAll('dialog[open] img')].map((e) => e.getBoundingClientRect().width)"
+        driver.execute_script("document.querySelector('.picture a').focus()")
+        ActionChains(driver).send_keys(Keys.ENTER).perform()
+        assert driver.execute_script(opened) == [size - 48]
+        ActionChains(driver).send_keys(Keys.ESCAPE).perform()
+        assert driver.execute_script(opened) == [] and driver.current_url == home + "page.html"
 
 
 def test_a_search_that_finds_nothing_is_found(check: Any, driver: Any, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 // A picture in a page opens as large as the window, on a click, Enter or the space bar; a click or Escape closes it.
 const LEAST = 1.5; // times its size in the page
 
-const opened = (svg) => {
-  const dialog = document.createElement("dialog"), picture = svg.cloneNode(true);
-  const { width, height } = svg.getBoundingClientRect();
+const opened = (shown) => {
+  const dialog = document.createElement("dialog"), picture = shown.cloneNode(true);
+  const { width, height } = shown.getBoundingClientRect();
   const times = Math.max(LEAST, Math.min((innerWidth - 48) / width, (innerHeight - 48) / height));
-  dialog.setAttribute("aria-label", svg.querySelector("title")?.textContent ?? "");
+  dialog.setAttribute("aria-label", shown.querySelector("title")?.textContent ?? shown.getAttribute("alt") ?? "");
   ["tabindex", "aria-haspopup", "aria-labelledby"].forEach((name) => picture.removeAttribute(name));
   picture.querySelectorAll("[id]").forEach((e) => e.removeAttribute("id")); // those of the picture in the page
   picture.setAttribute("role", "img");
@@ -13,7 +13,7 @@ const opened = (svg) => {
   dialog.append(picture);
   dialog.addEventListener("click", () => dialog.close());
   dialog.addEventListener("close", () => dialog.remove());
-  svg.closest("figure").after(dialog); // where the same style sheet applies
+  shown.closest("figure, .picture").after(dialog); // where the same style sheet applies
   dialog.showModal();
 };
 
@@ -25,5 +25,15 @@ for (const svg of document.querySelectorAll("figure svg")) {
     if (event.key !== "Enter" && event.key !== " ") return;
     event.preventDefault();
     opened(svg);
+  });
+}
+
+// A picture in a file of its own is a link to the file, for readers without scripts and for a tab of its own.
+for (const link of document.querySelectorAll(".picture a")) {
+  link.setAttribute("aria-haspopup", "dialog");
+  link.addEventListener("click", (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    opened(link.querySelector("img"));
   });
 }

@@ -207,6 +207,7 @@ const checkPicture = (svg, name) => {
     if (opaque(e) && white(parsed(styleOf(e).fill))) report("white", `picture ${name} is a white box in dark mode`);
   }
 };
+const fileOf = (img) => img.currentSrc.split("/").pop().split("#")[0];
 const titled = (svg) => quoted(svg.closest("figure")?.querySelector("figcaption")?.textContent
   || svg.querySelector("title")?.textContent || svg.getAttribute("aria-label") || svg.id || named(svg));
 const checkInline = () => {
@@ -218,24 +219,26 @@ const checkInline = () => {
     checkPicture(svg, titled(svg));
   }
 };
-// The picture of a figure opens large, unless the page's policy forbids scripts.
-const EVENTS = [new MouseEvent("click"), new KeyboardEvent("keydown", { key: "Enter" })];
+// A picture of a figure or of a file opens large, unless the page's policy forbids scripts.
+const EVENTS = [new MouseEvent("click", { cancelable: true }), new KeyboardEvent("keydown", { key: "Enter" })];
 const checkOpens = () => {
   if (document.querySelector('meta[http-equiv="Content-Security-Policy"]')) return;
-  for (const svg of document.querySelectorAll("figure svg")) {
-    if (!shown(svg)) continue;
-    for (const event of EVENTS) {
-      svg.dispatchEvent(event);
-      const dialog = document.querySelector("dialog[open]"), large = dialog?.querySelector("svg");
-      const opens = large?.getBoundingClientRect().width > svg.getBoundingClientRect().width;
-      if (!opens || svg.tabIndex < 0) report("opens", `picture ${titled(svg)} does not open large by ${event.type}`);
+  for (const picture of document.querySelectorAll("figure svg, .picture a")) {
+    const drawn = picture.querySelector("img") ?? picture; // a browser makes a click of Enter on a link
+    if (!shown(drawn)) continue;
+    const name = drawn === picture ? titled(picture) : fileOf(drawn);
+    for (const event of drawn === picture ? EVENTS : EVENTS.slice(0, 1)) {
+      picture.dispatchEvent(event);
+      const dialog = document.querySelector("dialog[open]"), large = dialog?.querySelector("svg, img");
+      const opens = large?.getBoundingClientRect().width > drawn.getBoundingClientRect().width;
+      if (!opens || picture.tabIndex < 0) report("opens", `picture ${name} does not open large by ${event.type}`);
       dialog?.close();
     }
   }
 };
 // A picture in a file of its own is laid out once more, inline, where its text can be measured.
 const checkFile = async (img) => {
-  const name = img.currentSrc.split("/").pop().split("#")[0];
+  const name = fileOf(img);
   const text = await (await fetch(img.currentSrc)).text();
   const svg = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
   if (svg.localName !== "svg") return;
@@ -259,7 +262,7 @@ const edges = (img) => {
 const checkImages = async () => {
   for (const img of document.images) {
     if (img.closest(THEME) || !shown(img)) continue;
-    const name = img.currentSrc.split("/").pop().split("#")[0];
+    const name = fileOf(img);
     await img.decode().catch(() => {});
     if (!img.naturalWidth) report("missing", `picture ${name} does not load`);
     else {

@@ -1,5 +1,5 @@
 """Pictures of pages: each is shown in the form for the reader's colour scheme, in a box that scrolls where it is wide,
-and opens alone at a click."""
+and opens large at a click (assets/figures.js)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def with_pictures(html: str, url: str, file_of: Callable[[str], Path | None]) ->
 
 
 def _form(image: str, source: str, file: Path, scheme: str) -> str:
-    """A link to a form of a picture that shows it in one scheme. Material hides images whose address ends with the name
-    of the other scheme."""
+    """A form of a picture, shown in one scheme, and a link to its file. Material hides images whose address ends with
+    the name of the other scheme."""
     width, height = _size(file)
     size = f' width="{width}" height="{height}" style="--own: {width}px"' if width else ""
     alt = _attribute(image, "alt")
