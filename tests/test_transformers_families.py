@@ -122,6 +122,7 @@ def test_a_family_that_attngen_does_not_run_says_so(name: str, device: str) -> N
 
 def test_the_page_of_models_has_every_row() -> None:
     page = models_page()
+    assert re.search(r"transformers \d+\.\d+\.\d+\b(?! ;)", page)
     for family in FAMILIES.values():
         cells = rf"\| {re.escape(family.title)}<br>`{re.escape(family.type)}` \|"
         assert re.search(rf"^{cells}", page, re.MULTILINE), family.name

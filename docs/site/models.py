@@ -80,5 +80,7 @@ def models_page() -> str:
         "others": sum(row.outcome in ("refused", "own attention") for row in rows),
     }
     groups = {row.group: [other for other in rows if other.group == row.group] for row in rows}
-    (version,) = re.findall("^transformers==(.*)$", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.M)
+    (version,) = re.findall(
+        r"^transformers==([\d.]+)", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.M
+    )
     return rendered("models.md.jinja", groups=groups, version=version, widest=WIDEST_HEAD, **counts)

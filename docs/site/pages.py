@@ -106,7 +106,7 @@ def relinked(markdown: str, place: str) -> str:
 
 def size_of(folder: Path) -> float:
     """The size of a built site in MB. Raise ValueError if it is too large."""
-    megabytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+    megabytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
     if megabytes > MOST_MB:
         raise ValueError(f"{folder} has {megabytes:.1f} MB; expected {MOST_MB} at most")
     return megabytes
