@@ -97,7 +97,7 @@ def test_help_of_bench_has_groups_and_begins_with_examples(helps: dict[str, str]
     headings = ["Arguments", "What to measure", "Sizes of the specs", "How to measure", "Results", "Options"]
     at = [text.index(f"\n{heading}:\n") for heading in headings]
     assert at == sorted(at)
-    assert text.index("attngen bench specs/") < at[0] < at[-1] < text.index("A cell is")
+    assert text.index("attngen bench causal_gqa") < at[0] < at[-1] < text.index("A cell is")
     paragraphs = [*text[: at[0]].split("\n\n"), *text[at[-1] :].split("\n\n")]
     assert max(paragraph.count("\n") for paragraph in paragraphs) <= 10
 

@@ -41,9 +41,9 @@ app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
     "\b\n"
     "attngen new my_attention                  a spec to start from\n"
-    "attngen build specs/my_attention.yaml     compile it to generated/my_attention/\n"
-    "attngen test specs/my_attention.yaml      compare it with naive attention\n"
-    "attngen explain specs/my_attention.yaml   fit, least time, which kernels\n\n"
+    "attngen build my_attention                compile it to generated/my_attention/\n"
+    "attngen test my_attention                 compare it with naive attention\n"
+    "attngen explain my_attention              fit, least time, which kernels\n\n"
     "Then, in Python: from generated.my_attention import attention; in notebooks, attngen.build",
     cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},

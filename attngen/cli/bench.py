@@ -110,8 +110,8 @@ def bench(
     """Measure modules and their peers on this GPU in one run.
 
     \b
-    attngen bench specs/causal_gqa.yaml
-    attngen bench specs/causal_gqa.yaml -n 4096 --peers ours,flash,flex
+    attngen bench causal_gqa
+    attngen bench causal_gqa -n 4096 --peers ours,flash,flex
     attngen bench --grid fa3                      a named set of cells
     attngen bench --grid decode --only ragged,page64
     attngen bench --compare docs/bench/h200.json  what changed since that run

@@ -44,8 +44,8 @@ def build(
     is written: if a spec is wrong, no file changes. Each wrong spec is named.
 
     \b
-    attngen build specs/causal_mqa.yaml               writes generated/causal_mqa/
-    attngen build specs/causal_mqa.yaml --out build   writes build/causal_mqa/
+    attngen build causal_mqa               writes generated/causal_mqa/
+    attngen build causal_mqa --out build   writes build/causal_mqa/
     attngen build --all --check                       for CI: is it up to date?
     """
     loaded, unread = read_specs(given(specs, every, "build"))
@@ -215,11 +215,11 @@ def dump(
     -dark in its name, has the same picture in dark colours.
 
     \b
-    attngen dump specs/causal_mqa.yaml                 the final IR
-    attngen dump specs/causal_mqa.yaml --after build   before the first pass
-    attngen dump specs/causal_mqa.yaml --after split-loops
-    attngen dump specs/causal_mqa.yaml --graph a.dot   or .svg, with Graphviz
-    attngen dump specs/causal_gqa.yaml --lanes a.svg   and a-dark.svg
+    attngen dump causal_mqa                 the final IR
+    attngen dump causal_mqa --after build   before the first pass
+    attngen dump causal_mqa --after split-loops
+    attngen dump causal_mqa --graph a.dot   or .svg, with Graphviz
+    attngen dump causal_gqa --lanes a.svg   and a-dark.svg
     """
     from attngen.ir.printer import print_module
     from attngen.spec import load_spec

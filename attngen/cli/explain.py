@@ -63,12 +63,12 @@ def explain(
     of a call. No GPU is needed.
 
     \b
-    attngen explain specs/causal_mqa.yaml
-    attngen explain specs/causal_gqa.yaml -n 4096 --heads 32 --kv-heads 8
-    attngen explain specs/causal_gqa.yaml --kernels --formulas
-    attngen explain specs/causal_gqa.yaml --json
-    attngen explain specs/causal_gqa.yaml --theory --model llama-70b -n 131072
-    attngen explain specs/causal_mqa.yaml --html causal_mqa.html
+    attngen explain causal_mqa
+    attngen explain causal_gqa -n 4096 --heads 32 --kv-heads 8
+    attngen explain causal_gqa --kernels --formulas
+    attngen explain causal_gqa --json
+    attngen explain causal_gqa --theory --model llama-70b -n 131072
+    attngen explain causal_mqa --html causal_mqa.html
     """
     from attngen.cost.models import find_model
     from attngen.cost.roofline import Problem

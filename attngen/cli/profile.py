@@ -42,8 +42,8 @@ def profile(
     not changed.
 
     \b
-    attngen profile specs/causal_fa1.yaml
-    attngen profile specs/causal_fa1.yaml -n 4096,16384 -o docs/io
+    attngen profile causal_fa1
+    attngen profile causal_fa1 -n 4096,16384 -o docs/io
     """
     from attngen.bench.profile import run, write
     from attngen.cost.roofline import Problem

@@ -48,10 +48,10 @@ def tune(
     them where they beat the portable kernel.
 
     \b
-    attngen tune specs/causal_mha.yaml --dry-run     the candidates; needs no GPU
-    attngen tune specs/causal_mha.yaml --budget 60
+    attngen tune causal_mha --dry-run     the candidates; needs no GPU
+    attngen tune causal_mha --budget 60
     attngen tune specs/*.yaml --results tune.jsonl   resume; rewrite the table
-    attngen tune specs/causal_mha.yaml --whole-grid 4096
+    attngen tune causal_mha --whole-grid 4096
     """
     from attngen.heuristics import RANGES
     from attngen.tune import run, summary
