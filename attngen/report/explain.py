@@ -140,8 +140,8 @@ def explain(
     yield call_table(known)
     yield remark(legend(known))
     if known["inputs_that_hide_nothing"]:
-        names = ", ".join(known["inputs_that_hide_nothing"])
-        yield remark(f"Figures are for values of {names} that hide nothing; a call where they hide keys takes less.")
+        names = ", ".join(f"`{name}`" for name in known["inputs_that_hide_nothing"])
+        yield remark(f"Figures assume values of {names} that hide no key; a call in which they hide keys takes less.")
     yield from (Line(f"On {none['class']} @{none['kernel']}: {none['reason']}") for none in known["does_not_fit"])
     yield from kernel_table(known)
     yield from _conditions(module, "formulas" in parts)

@@ -256,7 +256,7 @@ def test_each_tile_has_its_own_program_where_that_is_faster() -> None:
         ),
         ({"head_dim": 32}, "its head_dims are 32 and 32; expected 64 or 128, the same for q, k and v."),
         ({"mask": {"block_sparse": {"block": 64}}}, "its mask lists blocks of 64 queries, and a program has 128."),
-        ({"score": "temperature"}, "inputs have tangents, too."),
+        ({"score": "temperature"}, "its learned inputs have tangents, which only the portable kernel computes."),
         ({"outputs": ["lse", "entropy"]}, "it computes entropies of queries, or gradients from these (`outputs`)."),
         ({"dtype": "fp32"}, "no dtype of the spec has 16 bits."),
         ({"dropout": True}, "with dropout registers may spill."),

@@ -27,7 +27,7 @@ def infeasible(module: Module) -> str:
     if module.blocks and module.blocks.size < BLOCK_Q:
         return f"its mask lists blocks of {module.blocks.size} queries, and a program has {BLOCK_Q}"
     if any(arg.name == f"t{i.name.upper()}" for arg in kernel.args for i in module.inputs):
-        return "inputs have tangents, too"
+        return "its learned inputs have tangents, which only the portable kernel computes"
     return infeasible_in_any_family(module, kernel)
 
 
