@@ -127,3 +127,10 @@ def test_the_readme_shows_the_picture_and_the_table() -> None:
     assert speed_table() in readme and speed().date in readme
     for name in README:
         assert f"docs/{name}" in readme
+
+
+def test_each_is_on_a_page() -> None:
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    light = [name for name in DRAWN if not name.endswith("-dark.svg")]
+    assert [name for name in light if name.rpartition("/")[2] not in text] == []

@@ -11,6 +11,7 @@ from attngen.ir.parser import parse_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.versions import PAIRS
+from docs.site.readme import speed
 from tests.helpers import ROOT, SPECS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -85,6 +86,18 @@ def test_supported_pairs_are_those_of_the_code() -> None:
 
     pairs = ", ".join(f"{short(torch)} with {short(triton)}" for torch, triton in PAIRS.items())
     assert f"| torch with Triton | {pairs} |" in README
+
+
+def test_the_performance_page_has_its_figures() -> None:
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"\d[\d,.]*\d", line) for line in page.splitlines()]
+    for row in speed().workloads:
+        times = (row.ours, *row.peers.values())
+        if "backward" in row.ours:
+            figures = {f"{ms:,.3f}" for found in times for ms in found.values()}
+        else:  # a step of decoding, in microseconds
+            figures = {f"{1000 * ms:.0f}" for found in times for ms in found.values()}
+        assert any(figures <= set(found) for found in rows), row.name
 
 
 def test_it_names_the_number_of_shipped_specs() -> None:
