@@ -144,6 +144,7 @@ def test_nothing_is_found_on_a_good_page(check: Any, driver: Any, tmp_path: Path
 def test_a_figure_opens_at_the_size_of_the_window_and_escape_closes_it(check: Any, driver: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.wait import WebDriverWait
 
     script = (check.ROOT / "docs/assets/figures.js").read_text(encoding="utf-8")
     figure = f"<figure>{SVG.format('<title>a map</title>')}</figure><script>{script}</script>"
@@ -160,7 +161,8 @@ def test_a_figure_opens_at_the_size_of_the_window_and_escape_closes_it(check: An
             assert driver.execute_script(opened) == []
         driver.execute_script("document.querySelector('svg').dispatchEvent(new MouseEvent('click'))")
         driver.execute_script("document.querySelector('dialog').click()")
-        assert driver.execute_script("return document.querySelectorAll('dialog').length") == 0
+        # The event after which the dialog is removed comes later than the click.
+        WebDriverWait(driver, 10).until(lambda at: not at.execute_script("return document.querySelector('dialog')"))
 
 
 def test_a_picture_of_a_file_opens_on_the_page(check: Any, driver: Any, tmp_path: Path) -> None:
