@@ -54,6 +54,13 @@ HUNG: tuple[tuple[str, str], ...] = (
             "kv_len or q_idx != j + i))"
         ),
     ),
+    (
+        "score",
+        (
+            "log(1 + abs(sum(i, 64, sigmoid(sin(where(i < 37, abs(3 + tanh(4 * s) ** 2), abs(2 - (abs((log(1 + abs("
+            "sum(j, 2, i)))) * slope[h])))))))))"
+        ),
+    ),
 )
 PARAMS: dict[str, dict[str, Any]] = {
     "window": {"scalar": "int"},

@@ -10,7 +10,7 @@ from sympy.logic.boolalg import Boolean
 
 from attngen.heuristics import LISTED
 from attngen.ir.dtypes import by_precision
-from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, sqrt, symbol
+from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, size, sqrt, symbol
 from attngen.ir.module import Blocks, Meaning, Read, input_tensors
 from attngen.lang.part import KV, NATURAL, Q
 from attngen.spec import Spec
@@ -19,6 +19,7 @@ from attngen.tiles.sampled import worth_listing
 
 S, SCALE = symbol("s"), symbol("scale")
 MOST_BRANCHED = 2000  # most nodes of an expression whose abs, min and max are rewritten as choices
+MOST_FACTORED_NODES = 500  # most nodes of two derivatives whose ratio is factored
 # functions that are computed once if they occur twice
 SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos, sympy.Pow)
 
@@ -217,8 +218,10 @@ def sum_ratio(spec: Spec, slope: Expr, by_s: Expr) -> Expr | None:
 
     It is slope / (by_s * s), if that is the same for all keys and divides by nothing that `slope` does not divide by.
     With a learned t, the scores s / t, s * t, s * exp(t), tanh(s / t) and s / t + bias have one, whereas (s + bias) / t
-    and tanh(s) / t do not.
+    and tanh(s) / t do not. Long formulas, which sympy may factor for minutes, count as ones without.
     """
+    if size(slope) + size(by_s) > MOST_FACTORED_NODES:
+        return None
     e = sympy.factor(slope / (S * by_s))
     by_key = {S, KV, *(symbol(r.name) for r in spec.reads() if varies(spec, r, KV))}
     return e if by_key.isdisjoint(e.free_symbols) and _divisors(e) <= _divisors(slope) else None
