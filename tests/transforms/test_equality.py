@@ -51,7 +51,7 @@ KINDS = {
     "fused",
     *OUTPUTS,
 }
-KINDS |= {f"gradient by {by}" for by in ("query", "score", "distance", "element", "row")}
+KINDS |= {f"gradient by {by}" for by in ("query", "score", "distance", "element", "delta")}
 
 
 @dataclass
