@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from attngen.conformance.sweep import Job, Table
     from attngen.spec import Spec
 
-# Names of the results in the page of a report.
-NAMES = """`out` and `lse` are the output and the log-sum-exp of each row, `dq`, `dk`, `dv` and other names with d the
-gradients, and `jvp(out)` and `jvp(lse)` the tangents of `out` and `lse` in forward mode."""
 LEGEND = """
 Errors: relative to exact results, in fp64. lse: log-sum-exp of each row;
 dx: gradient of x; jvp(x): tangent of x in forward mode.
@@ -112,8 +109,7 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
             for job, table in zip(work, pool.map(run, work, repeat(device), repeat(seed))):
                 found.append(table)
                 watch.done(f"{job.spec} {job.dtype}")
-    head, tables, rest = sweep.page(found, device).partition("\n\n## ")
-    write_file(report, f"{head}\n\n{NAMES}{tables}{rest}")
+    write_file(report, sweep.page(found, device))
     failures = sweep.failures(found)
     print(f"{report}: {count(sum(len(table.lines) for table in found), 'case')}, {len(failures)} above the bar")
     if failures:

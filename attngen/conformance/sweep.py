@@ -191,6 +191,9 @@ def page(tables: Sequence[Table], device: str) -> str:
         "that the call appends, as in `cache 5,260,0+4`.",
         "",
         f"{sum(len(table.lines) for table in tables)} cases, {len(failures(tables))} above the bar.",
+        "",
+        "`out` and `lse` are the output and the log-sum-exp of each row, `dq`, `dk`, `dv` and other names with d the",
+        "gradients, and `jvp(out)` and `jvp(lse)` the tangents of `out` and `lse` in forward mode.",
     ]
     columns = ("case", "out", "lse", "dq", "dk", "dv", "worst", "worst row", "bits")
     for table in tables:
