@@ -46,7 +46,7 @@ def build(
     \b
     attngen build causal_mqa               writes generated/causal_mqa/
     attngen build causal_mqa --out build   writes build/causal_mqa/
-    attngen build --all --check                       for CI: is it up to date?
+    attngen build --all --check            for CI: is it up to date?
     """
     loaded, unread = read_specs(given(specs, every, "build"))
     complain("\n".join(unread))  # before the others, which take a while

@@ -48,7 +48,7 @@ def tune(
     them where they beat the portable kernel.
 
     \b
-    attngen tune causal_mha --dry-run     the candidates; needs no GPU
+    attngen tune causal_mha --dry-run                the candidates; needs no GPU
     attngen tune causal_mha --budget 60
     attngen tune specs/*.yaml --results tune.jsonl   resume; rewrite the table
     attngen tune causal_mha --whole-grid 4096

@@ -68,10 +68,10 @@ def verify(
     docs/fit.md, and for other kernels for sm90, if it reads a register that was never written.
 
     \b
-    attngen verify causal_mqa    after attngen build and verify --write
+    attngen verify causal_mqa        after attngen build and verify --write
     attngen verify causal_mqa --target sm90 --write
-    attngen verify --all                    every kernel of every spec
-    attngen verify --all --changed          for CI: what changed, some of the rest
+    attngen verify --all             every kernel of every spec
+    attngen verify --all --changed   for CI: what changed, some of the rest
     """
     from attngen.certify.certificate import chosen, record
     from attngen.codegen.files import write_module
