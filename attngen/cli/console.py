@@ -104,8 +104,8 @@ class Watch:
 
 @contextmanager
 def steps() -> Iterator[Callable[..., Watch]]:
-    """Show the progress of steps on stderr. Yields a function that begins one: it takes what is done to the items, in
-    one word, and the number of items, None if it is not known yet."""
+    """Show the progress of steps on stderr. Yields a function that begins one: it takes a title, which is a verb, and
+    the number of items, None if it is not known yet."""
     if not err.is_terminal:
         yield partial(Watch, None)
         return
