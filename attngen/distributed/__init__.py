@@ -1,0 +1,1 @@
+"""Context parallelism: one sequence on several GPUs, for any mask."""
