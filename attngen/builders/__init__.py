@@ -13,6 +13,7 @@ from attngen.builders.host import build_hosts
 from attngen.builders.jvp import build_jvp
 from attngen.builders.key_mass import build_key_mass
 from attngen.builders.pack_gqa import PACKED
+from attngen.builders.positions import with_chunk_inputs, with_lengths
 from attngen.builders.programs import add_programs
 from attngen.builders.results import with_results
 from attngen.builders.row_statistics import build_delta
@@ -35,7 +36,7 @@ def build_module(spec: Spec) -> Module:
     backward, plus two of a fused backward if possible; also those of the FORWARD_VARIANTS that apply, and `blocks` if
     data decides which blocks of scores a call visits. In FlashAttention-1's order (`kv_outer`), programs loop over the
     key tiles of a head, and further kernels finish the tensors that these have rewritten. Specs with `backward: false`
-    have only the kernels of the forward.
+    have only the kernels of the forward. If calls have chunks of a sequence, there is no forward mode.
 
     Raises BuildError if the spec asks for something that has no kernels.
     """
@@ -52,7 +53,7 @@ def build_module(spec: Spec) -> Module:
     if not unfused(spec):
         backward += (build_fused, build_dq_end)
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
-    kernels += (build_jvp(spec),) if spec.trains else ()
+    kernels += (build_jvp(spec),) if spec.trains and not spec.chunk else ()
     kernels += (build_key_mass(spec),) if "key_mass" in spec.outputs else ()
     variants = [variant for variant in FORWARD_VARIANTS if variant.applies(spec)]
     kernels += tuple(kernel for variant in variants for kernel in variant.kernels(spec))
@@ -74,13 +75,15 @@ def build_module(spec: Spec) -> Module:
         dropout=spec.dropout,
         inputs=spec.inputs(),
         derived=spec.derived(),
+        chunk=spec.chunk,
         input_gradients=input_gradients(spec) if spec.trains else (),
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
         rope=spec.rope,
         outputs=spec.outputs,
     )
-    return add_programs(with_results(add_cache(build_hosts(module, variants, spec.trains), spec)))
+    module = build_hosts(with_chunk_inputs(module), variants, spec.trains)
+    return add_programs(with_results(add_cache(with_lengths(module), spec)))
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:

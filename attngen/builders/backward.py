@@ -184,7 +184,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.compute_scale()
     home = "tile" if kv_outer else "entry"
     if kv_outer:
-        b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), home, cls="all")
+        b.loop("keys", "kv", cdiv(b.extent("kv"), symbol("BLOCK_KV")), home, cls="all")
     b.load("k", "K", ("b", kv, "kv", "d_qk"), home)
     b.load("v", "V", ("b", kv, "kv", "d_v"), home)
     b.load_inputs()
@@ -280,7 +280,7 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], nest
 
     If `nested`, it is inside a loop over these heads.
     """
-    q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
+    q_tiles = cdiv(b.extent("q"), symbol("BLOCK_Q"))
     heads = sympy.Integer(0), symbol("group")
     first, end = part(*heads, b.split_axis) if b.split_axis else heads
     if not nested:
@@ -406,7 +406,7 @@ def build_dq(spec: Spec) -> Kernel:
     names = [name for of_parts in sums.values() for name in of_parts]
     starts |= {f"{name}_sum": b.init(f"{name}_sum_init", 0, "BLOCK_Q") for name in names}
     b.load_inputs()
-    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
+    b.loop("keys", "kv", cdiv(b.extent("kv"), symbol("BLOCK_KV")), "step", **starts)
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")

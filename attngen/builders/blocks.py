@@ -30,7 +30,7 @@ def build_blocks(spec: Spec) -> Kernel:
     scores = (AXIS_DIM["q"], AXIS_DIM["kv"])
     row, strip = (floordiv(symbol(f"{axis}_start"), sympy.Integer(n)) for axis, n in (("q", LISTED), ("kv", STRIP)))
     b.add(Base("COUNT_row", Access("COUNT", (symbol("b"), symbol("h"), row)), Type("ptr")))
-    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step")
+    b.loop("keys", "kv", cdiv(b.extent("kv"), symbol("BLOCK_KV")), "step")
     b.add(Init("score", sympy.Integer(0), Type("f32", scores)), "step")
     b.mask("masked", "score", sympy.And(b.where, in_bounds("q"), in_bounds("kv")), "step")
     b.map("visible", select(symbol("masked") > -sympy.oo, sympy.Float(1.0), sympy.Float(0.0)), "step", masked="masked")

@@ -12,14 +12,14 @@ from attngen.builders.semantics import S, keeps_extremes, listed_blocks, of_prod
 from attngen.builders.signature import Signature, grid, partial_tensors, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.core import Access, Block, Checks, Fact, Op, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, dimension
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, dimension, first_row
 from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.grid import KVSplit
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import InputGradient, Read, input_tensors
-from attngen.ir.names import DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
+from attngen.ir.names import AT_HAND, DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
 from attngen.ir.ops import (
     Arg,
     CacheLength,
@@ -60,7 +60,8 @@ class KernelBuilder:
 
         Together with score and mask they determine which inputs are read.
         """
-        self.spec, self.signature = spec, signature
+        self.spec, self.signature = spec, signature._replace(chunk=spec.chunk)
+        signature = self.signature
         axis = signature.axis
         self.program_axis, self.loop_axis = axis, "kv" if axis == "q" else "q"
         self.score_dims = ("BLOCK_KV", "BLOCK_Q") if signature.transposed else ("BLOCK_Q", "BLOCK_KV")
@@ -100,7 +101,7 @@ class KernelBuilder:
     def declare_tensors(self, gradients: Iterable[InputGradient] = ()) -> None:
         """Declare all tensors that the kernel reads and writes, including those of mask and modifiers."""
         read = {_argument(read.tensor): self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
-        outs = partial_tensors(gradients, self.spec.inputs())
+        outs = partial_tensors(gradients, self.spec.inputs(), self.signature.places)
         for arg in tensor_args(self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
 
@@ -137,7 +138,10 @@ class KernelBuilder:
         places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
         bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv", *self.lengths}
         by_keys = (self.signature.masks or symbol("Nk") in named | _symbols(places)) and not self.signature.cache
-        for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_scalars)):
+        rows = AT_HAND.values() if self.signature.places else ()
+        for name in dict.fromkeys(
+            (*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *rows, *self.needed_scalars)
+        ):
             self.declare_scalar(name)
         if self.signature.cache and self.signature.masks:
             self.add(CacheLength("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
@@ -195,7 +199,7 @@ class KernelBuilder:
         (axis,) = sharing(self.grid)
         access, number = _access(tensor, index), symbol(axis.var)
         semaphore = _access(
-            "dKdV_SEMAPHORE", (*(i for i in index[:-1] if i != self.program_axis), f"{self.program_axis}_start")
+            "dKdV_SEMAPHORE", (*(i for i in index[:-1] if i != self.program_axis), self.row(self.program_axis))
         )
         ticket = mod(number, sympy.Integer(2))
         self.add(
@@ -211,12 +215,21 @@ class KernelBuilder:
         access = _access(tensor, index)
         check: Checks = tuple((a, "partial") for a in access.axes() if a == self.loop_axis)
         own = self.program_axis
-        counter = _access(semaphore, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1]))
+        counter = _access(semaphore, tuple(self.row(i) if i == self.loop_axis else i for i in index[:-1]))
         tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))  # all of them add, unless a pass knows better
-        ticket, makers = order_of(own, tiles, listed_blocks(self.spec))
+        ticket, makers = order_of(own, tiles, listed_blocks(self.spec), places=self.signature.places)
         for op in makers:
             self.add(op, "step")
         self.add(OrderedAdd(f"_add_{value}", access, value, check, "", counter, ticket), "step")
+
+    def row(self, axis: str) -> str:
+        """The name of the first row of a tile of an axis, in tensors with a row for each query or key of the call."""
+        return first_row(axis, self.signature.places)
+
+    def extent(self, axis: str) -> Any:
+        """The number of rows of an axis that a call has."""
+        extent = AXIS_EXTENT[axis]
+        return symbol(AT_HAND[extent] if self.signature.places else extent)
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
         return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)

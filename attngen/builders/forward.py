@@ -87,7 +87,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | No
     accumulators = {f"acc_{half}": "PAIRS_V" for half in HALVES} if quantised else {"acc": "D_V"}
     initial = _initial_state(b, accumulators)
     b.load_inputs()
-    first, end = sympy.Integer(0), cdiv(symbol("Nk"), symbol("BLOCK_KV"))
+    first, end = sympy.Integer(0), cdiv(b.extent("kv"), symbol("BLOCK_KV"))
     if b.split_axis:
         first, end = part(first, end, b.split_axis)
     b.loop("keys", "kv", end, "step", first=first, **initial)
@@ -327,12 +327,12 @@ def build_forward_kv_outer(spec: Spec) -> Kernel:
     b.declare_scalar("scale")
     b.declare_sizes()
     b.compute_scale()
-    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "tile", cls="all")
+    b.loop("keys", "kv", cdiv(b.extent("kv"), symbol("BLOCK_KV")), "tile", cls="all")
 
     kv = kv_head(spec)
     b.load("k", "K", ("b", kv, "kv", "d_qk"), "tile")
     b.load("v", "V", ("b", kv, "kv", "d_v"), "tile")
-    b.loop("queries", "q", cdiv(symbol("Nq"), symbol("BLOCK_Q")), "step", "tile")
+    b.loop("queries", "q", cdiv(b.extent("q"), symbol("BLOCK_Q")), "step", "tile")
     b.add(Yield("_yield_tile", ()), "tile")
 
     rows = ("b", "h", "q")

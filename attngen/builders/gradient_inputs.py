@@ -160,6 +160,8 @@ def dq_factor(spec: Spec, x: InputGradient) -> Any:
     of dscore * slope over keys, and dS is dscore * by_s. If slope = e * by_s * s, it is e times the sum of dS * s. With
     s = scale * q k^T, that is the sum of q * dQ over head_dim, because dQ is the sum of scale * dS * k.
     """
+    if spec.chunk and not x.by_row:  # its partial gradients lie where the queries are in the whole sequence
+        return None
     by = [symbol(read.name) for read in spec.reads() if partials_of(read) == x.partials and x.reduction == "query"]
     _, by_s = without_common(spec, derivative(spec.modified(), S))
     return sum_ratio(spec, derivative(spec.modified(), *by), by_s) if by else None

@@ -12,6 +12,7 @@ import sympy
 from attngen.builders.host_blocks import build_count, build_lists
 from attngen.builders.host_builder import HostBuilder, known_type, operands, split_columns
 from attngen.builders.host_input_gradients import NEED_INPUTS, sum_input_gradients
+from attngen.builders.positions import of_call, of_whole_type
 from attngen.builders.signature import partial_tensors
 from attngen.heuristics import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
 from attngen.ir.core import Type
@@ -55,7 +56,8 @@ def build_hosts(module: Module, variants: Iterable[ForwardVariant], trains: bool
     A call takes the first of the forward `variants` whose condition holds.
     """
     data = module.blocks is not None and module.blocks.data
-    programs = [_forward(module, variants), *([_backward(module), _jvp(module)] if trains else [])]
+    programs = [_forward(module, variants), *([_backward(module)] if trains else [])]
+    programs += [_jvp(module)] if any(kernel.name == "jvp" for kernel in module.kernels) else []
     programs += [_key_mass(module)] if "key_mass" in module.outputs else []
     if module.blocks:
         programs += [build_count(module, module.blocks)] if data else []
@@ -141,9 +143,11 @@ def _backward(module: Module) -> Host:
     for name in ("K", "V"):
         b.alloc(f"d{name}", like=name, where=sympy.true if kv_outer else NEED_KV)
     covered = {x.partials for x in module.input_gradients if module.covers(x)}
+    by_row = {x.partials for x in module.input_gradients if x.by_row}
     for arg in partial_tensors(module.input_gradients, module.inputs):
         fill = None if arg.name in covered else sympy.Integer(0)  # elements that no program writes are zero
-        b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
+        type_ = of_whole_type(arg.type) if module.chunk and arg.name not in by_row else arg.type
+        b.alloc(arg.name, type_=replace(type_, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     if module.row_stats == LSE:
         b.alloc("LSE2")
@@ -268,13 +272,16 @@ def _launch_per_query_head(b: HostBuilder, fused: Kernel) -> None:
 
     @dkdv_end sums dK and dV over the programs of a group.
     """
-    per_head = [arg for arg in fused.args if arg.name in ("dK", "dV") and arg.type.dims != known_type(arg.name).dims]
+    per_head = [
+        arg for arg in fused.args if arg.name in ("dK", "dV") and of_call(arg.type).dims != known_type(arg.name).dims
+    ]
+    types = {arg.name: of_call(arg.type) for arg in per_head}
     heads = {
-        arg.name: b.alloc(f"{arg.name.upper()}_HEADS", "fused", replace(arg.type, space="hbm")) for arg in per_head
+        name: b.alloc(f"{name.upper()}_HEADS", "fused", replace(type_, space="hbm")) for name, type_ in types.items()
     }
     b.launch("bwd", "fused", tuple(heads.items()))
     for arg in per_head:
-        batch, _, *rest = arg.type.dims
+        batch, _, *rest = types[arg.name].dims
         parts = Type("T", (batch, "Hkv", "group", *rest), "hbm")
         b.add(View(f"{arg.name.upper()}_PARTIAL", heads[arg.name], "heads", parts), "fused")
     if per_head:

@@ -8,12 +8,13 @@ from typing import Any
 import sympy
 
 from attngen.builders.host_builder import HostBuilder, known_type
+from attngen.builders.positions import of_whole_type
 from attngen.ir.core import Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import ClassifyBlocks, Host, ListBlocks
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
-from attngen.ir.names import block_lists
+from attngen.ir.names import WHOLE_LENGTHS, block_lists
 from attngen.ir.ops import Arg, Base, Gather, Load, Map, Mask
 
 
@@ -28,9 +29,10 @@ def build_count(module: Module, blocks: Blocks) -> Host:
         b.tensor(name)
     for arg in kernel.args:
         if arg.role == "in":
-            b.add(Arg(arg.name, "in", replace(arg.type, space="hbm")))
+            type_ = of_whole_type(arg.type) if module.chunk else arg.type
+            b.add(Arg(arg.name, "in", replace(type_, space="hbm")))
     for i in module.inputs:
-        if not i.shape and any(a.name == i.name for a in kernel.args):
+        if not i.shape and (any(a.name == i.name for a in kernel.args) or i.name in WHOLE_LENGTHS.values()):
             b.add(Arg(i.name, "scalar", Type(i.dtype, (), "reg")))
     one = {size: sympy.Integer(1) for size, letter in (("B", "b"), ("Hq", "h")) if not _depends(kernel, letter)}
     dims = tuple("1" if d in one else d for d in known_type("COUNT").dims)

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 import sympy
 
 from attngen.builders.host_builder import HostBuilder
+from attngen.builders.positions import whole
 from attngen.ir.core import Type
 from attngen.ir.expr import LARGEST, Expr, exp2, log2, symbol
+from attngen.ir.expr_text import parse, to_text
 from attngen.ir.host import If, Place, Sum, SumDistances, View
 from attngen.ir.module import Input, InputGradient, Module
-from attngen.ir.names import LSE
+from attngen.ir.names import LSE, WHOLE_LENGTHS
 from attngen.ir.ops import Map
 
 NEED_INPUTS = symbol("need_inputs")
@@ -53,7 +55,8 @@ def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -
         b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
         return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
     if x.reduction == "distance":
-        b.add(SumDistances(name, x.partials, tensor, x.index, Type("f32", i.shape, "hbm")), "gradients")
+        index = tuple(_of_whole(e) for e in x.index) if module.chunk else x.index
+        b.add(SumDistances(name, x.partials, tensor, index, Type("f32", i.shape, "hbm")), "gradients")
         if not kept:
             return name
         uses = {"sums": name, **kept}
@@ -61,7 +64,12 @@ def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -
             Map(f"{name}_kept", sympy.Mul(*map(symbol, uses)), tuple(uses.items()), Type("f32", i.shape, "hbm")),
             "gradients",
         )
-    return _sum_to_index(b, i, x, name)
+    return _sum_to_index(b, module, i, x, name)
+
+
+def _of_whole(e: str) -> str:
+    """An index with the lengths of the whole sequence."""
+    return to_text(parse(e).xreplace({symbol(size): symbol(name) for size, name in WHOLE_LENGTHS.items()}))
 
 
 def _of_sink(sink: Expr, module: Module, kept: Iterable[str]) -> tuple[Expr, dict[str, str]]:
@@ -95,15 +103,18 @@ _NO_WEIGHT = -1024  # e or 2 to the power of this, or of anything below, is 0 in
 _DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
 
 
-def _sum_to_index(b: HostBuilder, i: Input, x: InputGradient, name: str) -> str:
-    """Sum partial gradients per query, entry or score to the index at which the input is read."""
+def _sum_to_index(b: HostBuilder, module: Module, i: Input, x: InputGradient, name: str) -> str:
+    """Sum partial gradients per query, entry or score to the index at which the input is read. If calls have chunks of
+    a sequence, there is one for each query or score of the whole, 0 where the call does not have it."""
     dtype = i.dtype if x.reduction == "score" else "f32"
     entries = [size for size, e in zip(i.shape, x.index) if e == "entry"]
     value, dims = x.partials, ["B", "Hq", *entries, "Nq", *(["Nk"] if x.reduction == "score" else [])]
+    dims = [*whole(dims)] if module.chunk and not x.by_row else dims
     if "hkv" in x.index:
         dims[1:2] = ["Hkv", "group"]
         value = b.add(View(f"{name}_heads", value, "heads", Type(dtype, tuple(dims), "hbm")), "gradients")
-    target = tuple(_DIMS.get(e, size) for size, e in zip(i.shape, x.index) if not e.isdigit())
+    of_index = {e: whole((dim,))[0] if module.chunk else dim for e, dim in _DIMS.items()}
+    target = tuple(of_index.get(e, size) for size, e in zip(i.shape, x.index) if not e.isdigit())
     over = tuple(d for d in dims if d not in target)
     if over or tuple(dims) != target:
         value = b.add(Sum(f"{name}_sum", value, over, Type(dtype, target, "hbm")), "gradients")

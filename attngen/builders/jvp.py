@@ -79,7 +79,7 @@ def build_jvp(spec: Spec) -> Kernel:
     if with_entropy:
         starts["tentropy"] = b.init("tentropy_init", 0, "BLOCK_Q")
     b.load_inputs()
-    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
+    b.loop("keys", "kv", cdiv(b.extent("kv"), symbol("BLOCK_KV")), "step", **starts)
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")

@@ -37,7 +37,7 @@ def build_key_mass(spec: Spec) -> Kernel:
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"))
     b.load_inputs()
     starts = {"mass": b.init("mass_init", 0, "BLOCK_KV")}
-    b.loop("queries", "q", cdiv(symbol("Nq"), symbol("BLOCK_Q")), "step", **starts)
+    b.loop("queries", "q", cdiv(b.extent("q"), symbol("BLOCK_Q")), "step", **starts)
 
     b.carried("step", **starts)
     b.load("q", "Q", ("b", "h", "q", "d_qk"), "step")

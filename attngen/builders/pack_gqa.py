@@ -40,7 +40,8 @@ def applies(spec: Spec) -> bool:
     """True if the queries of all heads of a group may share a tile: no input, dropout or block list depends on the
     query or the head."""
     shared = SHARINGS[spec.heads.sharing].is_shared
-    if not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None:
+    all_rows = spec.schedule.order == "q_outer" and not spec.chunk
+    if not shared or not all_rows or spec.rope or spec.dropout or listed_blocks(spec) is not None:
         return False
     types = input_tensors(spec.inputs(), spec.derived())
     dims = {d for read in spec.reads() for d in types[read.tensor].dims}

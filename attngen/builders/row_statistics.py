@@ -83,8 +83,9 @@ def load_outputs(b: KernelBuilder) -> None:
         name = length[1:]
         if name == "entropy":
             b.load(name, name.upper(), rows)
-        place = Access(f"d{name.upper()}", (symbol("b"), symbol("h"), Q))
-        b.add(Gather(f"d{name}", place, (), Type("f32", ("BLOCK_Q",)), sympy.Lt(Q, symbol(length))))
+        row = Q - symbol("q_start") + symbol(b.row("q"))
+        place = Access(f"d{name.upper()}", (symbol("b"), symbol("h"), row))
+        b.add(Gather(f"d{name}", place, (), Type("f32", ("BLOCK_Q",)), sympy.Lt(row, symbol(length))))
 
 
 def store_statistics(b: KernelBuilder) -> None:

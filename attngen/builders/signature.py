@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from attngen.builders.positions import at_hand, chunk_args
 from attngen.ir.core import Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.dtypes import QUANTISED
@@ -13,6 +14,7 @@ from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
 from attngen.ir.module import Blocks, Cache, Input, InputGradient
 from attngen.ir.names import (
+    AT_HAND,
     BLOCK_LISTS,
     CACHED,
     FLAT,
@@ -38,6 +40,7 @@ class Signature(NamedTuple):
     with `merges`, pairs of programs write the sum of their parts. Several programs add to the tensors in `adds`. With
     `per_query_head`, a program has one of the query heads that share a K/V head, and writes gradients for that query
     head. Keys and values lie in `cache`, if there is one. With `latent`, q and k have v's head_dim.
+    With `chunk`, a call has chunks of so many rows of a sequence.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Signature(NamedTuple):
     about: str = ""
     cache: Cache | None = None
     latent: bool = False
+    chunk: int = 0
 
     @property
     def transposed(self) -> bool:
@@ -68,6 +72,11 @@ class Signature(NamedTuple):
     def scores(self) -> bool:
         """True if the kernel computes scores. Other kernels use no block lists and no dropout."""
         return "K" in self.reads
+
+    @property
+    def places(self) -> bool:
+        """True if calls say where their rows lie, and the kernel computes with these positions."""
+        return bool(self.chunk) and self.masks
 
     @property
     def drops(self) -> bool:
@@ -114,7 +123,8 @@ def tensor_type(name: str, signature: Signature) -> Type:
     written = name in signature.writes and name in GRADIENTS
     parts = [PAIRS if signature.merges else SHARES[signature.split_axis]] if signature.split_axis and written else []
     heads = "Hkv" if signature.pack_gqa else "Hq" if written and signature.per_query_head else heads
-    return Type(tensor_dtype(name), (batch, heads, *parts, *rest[:-1], _column(name, signature)))
+    type_ = Type(tensor_dtype(name), (batch, heads, *parts, *rest[:-1], _column(name, signature)))
+    return at_hand(type_) if signature.places else type_
 
 
 def cached_type(cache: Cache, name: str, column: str) -> Type:
@@ -133,9 +143,13 @@ def _column(name: str, signature: Signature) -> str:
     return "D_V" if signature.latent and column == "D_QK" else column
 
 
-def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...]) -> list[Arg]:
+def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...], places: bool = False) -> list[Arg]:
     """The tensors of inputs' partial gradients: one element per query, score, distance or element (see
-    InputGradient.reduction)."""
+    InputGradient.reduction).
+
+    places: for a kernel that computes positions in the whole sequence. Partial gradients that are summed over queries
+    have the rows of the call, others those of the whole sequence.
+    """
     dtypes, shapes = {i.name: i.dtype for i in inputs}, {i.name: i.shape for i in inputs}
     types = {
         "query": lambda x: Type("f32", ("B", "Hq", "Nq")),
@@ -144,7 +158,8 @@ def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...
         "distance": lambda x: Type("f32", ("B", "Hq", "Td", "Nd")),
         "element": lambda x: Type("f32", shapes[x.input]),
     }
-    return [Arg(x.partials, "out", types[x.reduction](x)) for x in gradients if x.reduction != "delta"]
+    made = [(x, types[x.reduction](x)) for x in gradients if x.reduction != "delta"]
+    return [Arg(x.partials, "out", at_hand(type_) if places and x.by_row else type_) for x, type_ in made]
 
 
 def tensor_args(
@@ -168,6 +183,8 @@ def tensor_args(
             ranks, *_ = BLOCK_LISTS["q"]
             listed[ranks] = BLOCK_LISTS["q"][ranks]
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
+    if signature.places:
+        args += chunk_args(signature.axis, "dQ_SEMAPHORE" in signature.adds)
     if dropout and signature.drops:
         args.append(Arg("SEED", "in", Type("i64")))
     return [
@@ -188,6 +205,7 @@ def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:
     axis = signature.axis
     heads = SHARINGS[sharing].axis if signature.by_key_head else "h"
     extents = {"h": "Hq", "hkv": "Hkv"}
-    tiles = () if signature.rewrites else (GridAxis(axis, cdiv(symbol(AXIS_EXTENT[axis]), symbol(AXIS_DIM[axis]))),)
+    rows = symbol(AT_HAND[AXIS_EXTENT[axis]] if signature.places else AXIS_EXTENT[axis])
+    tiles = () if signature.rewrites else (GridAxis(axis, cdiv(rows, symbol(AXIS_DIM[axis]))),)
     parts = (GridAxis(signature.split_axis, symbol(SHARES[signature.split_axis])),) if signature.split_axis else ()
     return *tiles, *parts, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))

@@ -36,7 +36,7 @@ from attngen.ir.host import (
 )
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, stride_names
+from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, WHOLE_LENGTHS, stride_names
 from attngen.ir.ops import Arg, Load, Map, Yield
 from attngen.targets.common.base import PrintedKernel
 
@@ -284,7 +284,9 @@ class HostContext:
             return {"var": var, "expr": nothing}
         if "Td" in dims:  # the number of rows depends on the kernel's schedule
             kernel = next(k.name for k in self.module.kernels if any(a.name == op.name for a in k.args))
-            return {"var": var, "expr": f"runtime.distance_parts({kernel.upper()}, q, k, {self._python(op.where)})"}
+            more = f", {' + '.join(WHOLE_LENGTHS.values())}" if self.module.chunk else ""
+            args = f"{kernel.upper()}, q, k, {self._python(op.where)}{more}"
+            return {"var": var, "expr": f"runtime.distance_parts({args})"}
         if op.like:
             made = f"runtime.empty_rows({like}, {_WIDTHS[dims[-1]]}{'' if op.type.dtype == 'T' else f', {dtype}'})"
         elif set(dims) & {"*"}:
@@ -348,7 +350,9 @@ class HostContext:
     def _sum_distances(self, op: SumDistances) -> dict[str, Any]:
         at = next(i for i, e in enumerate(op.at) if "distance" in e)
         kept = tuple_text([{"b": "0", "h": "1"}[e] for e in op.at if e in ("b", "h")]) or "()"
-        distance = f"torch.arange(-{self._dim('Nq')}, {self._dim('Nk')}, device=q.device)"
+        lengths = WHOLE_LENGTHS if self.module.chunk else {n: n for n in WHOLE_LENGTHS}
+        n_q, n_kv = (self._dim(lengths[n]) for n in ("Nq", "Nk"))
+        distance = f"torch.arange(-{n_q}, {n_kv}, device=q.device)"
         where = parse(op.at[at])
         self._python(where)
         index = to_torch(where, {"distance": distance})
@@ -414,7 +418,8 @@ class HostContext:
         kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
         given, sizes = dict(op.args), dict(op.sizes)
         tensors = [a for a in kernel.args if a.role != "scalar"]
-        extent = "Nc" if kernel.program_axis == "kv" and kernel.reads_cache else AXIS_EXTENT[kernel.program_axis]
+        cached = kernel.program_axis == "kv" and kernel.reads_cache
+        extent = "Nc" if cached else kernel.extent(kernel.program_axis)
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
         if "KV_split" in axes:  # programs take one after another
             axes = {"KV_split": kernel.kv_split.programs * symbol("num_SMs")} if kernel.kv_split else axes

@@ -22,7 +22,7 @@ from attngen.ir.dtypes import ELEMENTS, TORCH, by_precision, result_type
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
 from attngen.ir.module import Blocks, Derived, Input, Module, input_tensors
-from attngen.ir.names import FLAT, block_lists
+from attngen.ir.names import FLAT, WHOLE_LENGTHS, block_lists, of_sequence
 from attngen.ir.ops import Arg
 from attngen.lang.part import NATURAL
 
@@ -270,13 +270,14 @@ class Wrapper:
     def plan_sizes(self) -> list[str]:
         """The sizes of a call that are needed to make a plan."""
         sources = {s for d in self.module.derived if set(d.sources) & set(self.planned) for s in d.sources}
-        return [size for size in ("Nq", "Nk") if size in sources]
+        return [size for size in ("Nq", "Nk", *WHOLE_LENGTHS.values()) if size in sources]
 
     @property
     def plan_params(self) -> list[str]:
         """The parameters of the function that makes a plan of the planned inputs."""
         names = {"Nq": "n_q", "Nk": "n_kv"}
-        return [f"{name}: torch.Tensor" for name in self.planned] + [f"{names[size]}: int" for size in self.plan_sizes]
+        sizes = [f"{names.get(size, size)}: int" for size in self.plan_sizes]
+        return [f"{name}: torch.Tensor" for name in self.planned] + sizes
 
     @property
     def plan_values(self) -> list[str]:
@@ -486,4 +487,4 @@ class Program:
     @property
     def shapes(self) -> list[str]:
         """Source of the shape of each result."""
-        return [tuple_text(list(dims)) for dims in self.derived.shapes]
+        return [tuple_text(list(of_sequence(dims))) for dims in self.derived.shapes]

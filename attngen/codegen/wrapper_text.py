@@ -10,11 +10,13 @@ from attngen.codegen.host import sizes_of
 from attngen.codegen.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.module import Derived, Input
-from attngen.ir.names import BLOCKS
+from attngen.ir.names import BLOCKS, CHUNK_RANKS, CHUNK_STARTS, FOUND
 from attngen.ir.ops import Arg
 from attngen.scores import derive_functions
 
 PYTHON_TYPES = {"i32": "int", "f32": "float"}
+# Numbers of chunks, as source text.
+OF_CHUNKS = {dim: FOUND[dim] for names in (CHUNK_STARTS, CHUNK_RANKS) for _, (dim,) in names.values()}
 # Types in the schemas of torch's operators.
 SCHEMA_TYPES = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
 
@@ -51,7 +53,7 @@ def call_text(d: Derived, names: dict[str, str]) -> str:
 def size_text(dim: str) -> str:
     """Return the Python source of a dimension of an input."""
     blocks = re.fullmatch(BLOCKS, dim)
-    return f"-(-{blocks[1]} // {blocks[2]})" if blocks else dim
+    return f"-(-{blocks[1]} // {blocks[2]})" if blocks else OF_CHUNKS.get(dim, dim)
 
 
 def sizes_in(text: str) -> list[str]:

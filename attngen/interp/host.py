@@ -38,7 +38,7 @@ from attngen.ir.host import (
 )
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import OUTPUTS, SIZES, VARIABLES
+from attngen.ir.names import OUTPUTS, SIZES, VARIABLES, WHOLE_LENGTHS
 from attngen.ir.ops import Arg, Base, Map, Scatter, Store, Yield
 
 Arrays = dict[str, Any]
@@ -76,7 +76,7 @@ def execute(
         chosen = {"splits": inputs.get("splits", 1), "fused": inputs.get("fused", 0)}
         return execute_host(module, module.host(name), given, of_tiles, dtypes, chosen)
 
-    given["Nq"] = inputs["q"].shape[2]
+    given["Nq"] = inputs["q_len"] if module.chunk else inputs["q"].shape[2]
     for d in module.derived:
         given |= run(d.program) if d.program else {}
     if module.blocks:
@@ -133,7 +133,8 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
         sizes["group"] = sizes["Hq"] // max(1, sizes["Hkv"])
         sizes["Gq"] = sizes["group"] * sizes["Nq"]
         rows = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles["BLOCK_KV"] + 1  # of a tile's sums by distance
-        sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * rows, "Nd": sizes["Nq"] + sizes.get("Nk", 0)}
+        n_q, n_kv = (sizes.get(name, sizes.get(n, 0)) for n, name in WHOLE_LENGTHS.items())
+        sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * rows, "Nd": n_q + n_kv}
         if module.blocks:
             sizes |= {"Tq": -(-sizes["Nq"] // module.blocks.size), "Tk": -(-sizes["Nk"] // module.blocks.size)}
             sizes["Ts"] = sizes["Tk"] * (module.blocks.size // STRIP)
@@ -271,12 +272,13 @@ class _Run:
         found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
         sums = values[op.value].sum(2)  # [B, Hq, Nd]: over the rows that tiles have stored
         b, h, _ = np.indices(sums.shape, sparse=True)
+        lengths = [int(values.get(name) or values[n]) for n, name in WHOLE_LENGTHS.items()]
         places = {
             **values,
             "b": b,
             "h": h,
             "hkv": h // values["group"],
-            "distance": np.arange(-values["Nq"], values["Nk"]),
+            "distance": np.arange(-lengths[0], lengths[1]),
         }
         at = [np.broadcast_to(value(parse(e), places), sums.shape) for e in op.at]
         inside = np.all([(i >= -n) & (i < n) for i, n in zip(at, found.shape)], axis=0)

@@ -16,6 +16,7 @@ from attngen.ir.expr import Expr, symbol
 from attngen.ir.ops import (
     KIND,
     Append,
+    Arg,
     Base,
     CacheLength,
     CountTiles,
@@ -61,9 +62,11 @@ class MemoryOps(Evaluator):
                 places.append(number)
                 continue
             dim = AXIS_DIM[axis] if AXIS_DIM[axis] in dims else PADDED[AXIS_DIM[axis]]
-            start = values.get(f"{axis}_start", 0)
+            start = values.get(self.kernel.first_row(access, at, axis), 0)
             end = start + values[dim]
-            end = max(start, min(end, values[AXIS_EXTENT[axis]])) if axis in inside else end
+            if axis in inside:
+                left = values[AXIS_EXTENT[axis]] - values.get(f"{axis}_start", 0)
+                end = max(start, min(end, start + left))
             further = 0 if e.is_Symbol else int(self.expression(e - symbol(axis), values))
             if start < end:
                 self.must_be_inside(op, access, at, further + start, further + end, length)
@@ -203,7 +206,7 @@ class MemoryOps(Evaluator):
         sums = np.zeros(((block_q + block_kv - 2) // block_kv + 1, block_kv))
         np.add.at(sums, (-(distance // block_kv), distance % block_kv), values[op.value])
         parts = values[op.dst.tensor][self.window(op, op.dst, (), (), values, "")[0]]
-        for row, of_row in enumerate(sums, values["q_start"] // block_q * len(sums)):
+        for row, of_row in enumerate(sums, values["_q_row"] // block_q * len(sums)):
             index = values["kv_start"] - values["q_start"] + n_q - row % len(sums) * block_kv + np.arange(block_kv)
             inside = (index >= 0) & (index < n_q + n_kv)
             parts[row, index[inside]] = of_row[inside]
@@ -242,8 +245,14 @@ class MemoryOps(Evaluator):
         return int((row[:: values[AXIS_DIM[axis_of(axis)]]] <= self.expression(op.most, values)).sum())
 
     def _list_position(self, op: ListPosition, values: Values, cls: str) -> int:
-        ranks, ratio = values[op.src], self.tiles_in_a_block(self.kernel.ranked_axis(op), values)
-        block, rest = divmod(int(self.expression(op.tile, values)), ratio)
+        axis = self.kernel.ranked_axis(op)
+        rows = self.module.chunk if isinstance(self.kernel.op(op.src), Arg) else self.block_rows
+        return self.tiles_before(values[op.src], op.tile, rows // int(values[AXIS_DIM[axis]]), values)
+
+    def tiles_before(self, ranks: Any, tile: Expr, ratio: int, values: Values) -> int:
+        """The number of listed tiles before a tile. A block, or a chunk, has `ratio` tiles; ranks: the number of listed
+        ones before each."""
+        block, rest = divmod(int(self.expression(tile, values)), ratio)
         before = int(ranks[block])
         listed = rest > 0 and ranks[block + 1] > before  # the tile's block is listed
         return before * ratio + (rest if listed else 0)

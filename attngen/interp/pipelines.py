@@ -78,8 +78,10 @@ class PipelineOps(Launch):
         is 1."""
         axis = self.kernel.program_axis
         rows = values[AXIS_DIM[axis]] // instances
-        first = values[f"{axis}_start"] + instance % instances * rows
-        return {AXIS_DIM[axis]: rows, f"{axis}_start": first, f"{axis}_idx": first + np.arange(rows)}
+        moved = instance % instances * rows
+        first, row = values[f"{axis}_start"] + moved, values[f"_{axis}_row"] + moved
+        places = {f"_{axis}_row": row, f"{axis}_start": first, f"{axis}_idx": first + np.arange(rows)}
+        return {AXIS_DIM[axis]: rows, **places}
 
     def _pipeline(self, op: Pipeline, values: Values) -> Any:
         if op.metadata_of:
@@ -234,14 +236,15 @@ class PipelineOps(Launch):
         bounds."""
         places: list[Any] = []
         part = []
-        for e in access.index:
+        for at, e in enumerate(access.index):
             axis = str(e)
             if axis not in AXIS_DIM:
                 places.append(int(self.expression(e, values)))
                 continue
-            start, size = values.get(f"{axis}_start", first), values[AXIS_DIM[axis]]
+            start, size = values.get(self.kernel.first_row(access, at, axis), first), values[AXIS_DIM[axis]]
             size = columns if columns and axis.startswith("d_") else size
-            end = max(start, min(start + size, values["D_V" if axis in SIDES else AXIS_EXTENT[axis]]))
+            left = values["D_V" if axis in SIDES else AXIS_EXTENT[axis]] - values.get(f"{axis}_start", first)
+            end = max(start, start + min(size, left))
             places.append(slice(start, end))
             part.append(slice(0, end - start))
         return tuple(places), tuple(part)
@@ -253,7 +256,7 @@ class PipelineOps(Launch):
     def tile_index(self, values: Values) -> Any:
         """The number of the tile at which a loop is."""
         axis = self.kernel.loop_axis
-        return values[f"{axis}_start"] // values[AXIS_DIM[axis]]
+        return values[f"_{axis}_row"] // values[AXIS_DIM[axis]]
 
     def _consumer_wait(self, op: ConsumerWait, values: Values) -> Any:
         buffers, stage = yield from self._next(op.pipeline, values)

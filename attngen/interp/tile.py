@@ -27,7 +27,7 @@ from attngen.ir.dims import AXIS_DIM, MEMBER, PADDED, WHOLE
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import BLOCK_LISTS
+from attngen.ir.names import BLOCK_LISTS, CHUNK_STARTS
 from attngen.ir.ops import (
     KIND,
     Arg,
@@ -162,7 +162,11 @@ class Launch(MemoryOps, ArithmeticOps):
         if axis not in AXIS_DIM:
             return {axis: number}
         rows = values[AXIS_DIM[axis]]
-        return {f"{axis}_start": number * rows, f"{axis}_idx": number * rows + np.arange(rows)}
+        row = start = number * rows
+        if self.kernel.places and axis in CHUNK_STARTS:
+            starts = values[CHUNK_STARTS[axis][0]]
+            start = int(starts[row // self.module.chunk]) + row % self.module.chunk
+        return {f"_{axis}_row": row, f"{axis}_start": start, f"{axis}_idx": start + np.arange(rows)}
 
     def block(self, name: str, values: Values, cls: str) -> Program:
         """Run a block's ops in a loop of class `cls`, and return the values that it yields."""
@@ -237,6 +241,6 @@ class Launch(MemoryOps, ArithmeticOps):
             load.src.index[1] for load in self.kernel.ops() if isinstance(load, Load) and load.src.tensor == "Q"
         )
         ranks = values[next(iter(BLOCK_LISTS[axis]))]
-        row = ranks[values["b"], compiled(head)(values), values[f"{axis}_start"] // blocks.size]
+        row = ranks[values["b"], compiled(head)(values), values[f"_{axis}_row"] // blocks.size]
         block = tile // self.tiles_in_a_block(op.var, values)
         return bool(row[block] < row[block + 1])

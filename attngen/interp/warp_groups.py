@@ -21,9 +21,10 @@ from attngen.interp.async_ops import AsyncOps
 from attngen.interp.pipelines import PipelineOps
 from attngen.interp.values import Program, Values
 from attngen.ir.core import Access, Block, Op, WarpGroup
-from attngen.ir.dims import AXIS_EXTENT, SIDES
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
 from attngen.ir.expr import Expr
 from attngen.ir.grid import REVERSED_GROUP
+from attngen.ir.names import CHUNK_RANKS
 from attngen.ir.ops import Loop, OrderedAccumulate, OrderedAdd
 from attngen.ir.pipe import (
     HALF_DIM,
@@ -230,7 +231,8 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         )
         partials, hidden = len(partial), 0
         for first, end in op.instance_partial:
-            partials, hidden = (int(self.expression(op.partial[0][1] - bound, values)) for bound in (first, end))
+            last = int(self.expression(op.partial[0][1], values))
+            partials, hidden = (last - self.tile_of_instance(op.var, bound, values) for bound in (first, end))
         for _ in range(hidden):
             yield from self.block(op.skip, dict(values), "full")
         numbers = [*(reversed(partial) if op.reversed else partial), *full]
@@ -250,6 +252,13 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         if tiles and op.last:
             carried = yield from self.block(op.last, {**values, **self.named(op, op.last, carried)}, "full")
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}
+
+    def tile_of_instance(self, axis: str, bound: Expr, values: Values) -> int:
+        """A bound for the rows of an instance: if calls have chunks of a sequence, its position among their tiles."""
+        if not self.kernel.places:
+            return int(self.expression(bound, values))
+        ranks = values[CHUNK_RANKS[axis][0]]
+        return self.tiles_before(ranks, bound, self.module.chunk // int(values[AXIS_DIM[axis]]), values)
 
     def is_mine(self, pipeline: str, values: Values) -> bool:
         """True if the next tile of a pipeline is in the stage with the instance's number. If not, the tile is counted

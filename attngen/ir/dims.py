@@ -40,6 +40,12 @@ PADDED = {dim: f"{dim}_PAD" for dim in COLUMN_DIM.values()}
 _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
 
 
+def first_row(axis: str, places: bool) -> str:
+    """The name of the first row of a tile in the tensors of a call. If calls say where their rows lie in a sequence
+    (`places`), `q_start` and `kv_start` are positions in the whole sequence, and rows have names of their own."""
+    return f"_{axis}_row" if places else f"{axis}_start"
+
+
 def unpadded(dim: str) -> str:
     """The tensor's dimension for a tile's dimension: `D_QK` for `D_QK_PAD`; other names unchanged."""
     return _UNPADDED.get(dim, dim)

@@ -12,7 +12,7 @@ from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.host import Host
 from attngen.ir.kernel import Kernel
-from attngen.ir.names import DIRECTIONS, FLAT, LSE, OF_KEYS, OUTPUTS, ROW_STATS
+from attngen.ir.names import DIRECTIONS, FLAT, LSE, OF_KEYS, OUTPUTS, ROW_STATS, of_sequence
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -102,6 +102,11 @@ class InputGradient:
     input: str
     index: tuple[str, ...]
     partials: str
+
+    @property
+    def by_row(self) -> bool:
+        """True if there is one partial gradient for each query, which are summed over queries."""
+        return self.reduction in ("query", "entry") and "q" not in self.index
 
     @property
     def reduction(self) -> str:
@@ -260,6 +265,7 @@ class Module:
 
     rope: the number of rotated columns of a key, where the values of a cache are the first columns of its keys; else 0.
     outputs: outputs that calls can request besides `out`, a part of OUTPUTS in that order.
+    chunk: rows of a chunk, if calls have chunks of a sequence and say where these start in the whole; else 0.
     warp_specialized: warp-specialized kernels (ir/pipe.py), which stand in for some of `kernels` under configs that
     name their backend. One may have the name of the kernel that it stands in for; others have names and schedules of
     their own.
@@ -291,6 +297,7 @@ class Module:
     cache: Cache | None = None
     rope: int = 0
     outputs: tuple[str, ...] = ("lse",)
+    chunk: int = 0
 
     @property
     def widths(self) -> dict[str, int]:
@@ -302,6 +309,13 @@ class Module:
                 {"GROUPS_V": self.head_dim_v // LATENT_GROUP} if self.rope else {}
             )
         return found
+
+    @property
+    def tensors_of_kernels(self) -> dict[str, Type]:
+        """The types of inputs and of tensors derived from them, as kernels know them: Nq and Nk are the lengths of the
+        whole sequence, also where calls have chunks of it."""
+        found = input_tensors(self.inputs, self.derived)
+        return {name: replace(t, dims=of_sequence(t.dims)) for name, t in found.items()}
 
     @property
     def splitting_kernel(self) -> Kernel | None:
@@ -354,6 +368,11 @@ class Module:
     def trains(self) -> bool:
         return "backward" in self.directions
 
+    @property
+    def has_jvp(self) -> bool:
+        """True if it has forward mode."""
+        return any(host.name == "jvp" for host in self.hosts)
+
     def kernels_of(self, direction: str) -> tuple[Kernel, ...]:
         """The kernels that most calls of a direction, `forward` or `backward`, launch."""
         names = [name for host in self.hosts if host.name == direction for name in host.common_launches()]
@@ -381,7 +400,10 @@ class Module:
 
     def covers(self, x: InputGradient) -> bool:
         """True if kernels write every element of a tensor of partial gradients: one per query, with or without an index
-        of a small dimension; or one per score, if no mask and no block list leaves any out."""
+        of a small dimension; or one per score, if no mask and no block list leaves any out. Calls that have chunks of a
+        sequence write the elements of these chunks."""
+        if self.chunk:
+            return x.by_row
         return x.reduction in ("query", "entry") or (
             x.reduction == "score" and self.meaning.where == sympy.true and self.blocks is None
         )

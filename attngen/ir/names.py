@@ -77,6 +77,16 @@ INTEGERS = {
     "Nq": Name("queries of a sequence", ("N", "q"), 0, _LONGEST, "n", "q.shape[2]", uses="scalar dim", word="q_len"),
     "Nk": Name("keys of a sequence", ("N", "k"), 0, _LONGEST, "n", "k.shape[2]", uses="scalar dim", word="kv_len"),
     "Gq": Name("queries of a sequence, of all heads of a group", source="group * Nq"),
+    # Sizes of a call that has chunks of a sequence. Kernels then know its lengths as Nq and Nk; host programs know the
+    # rows of the call's tensors by these names.
+    "q_len": Name("queries of the whole sequence", ("N", "q"), 0, _LONGEST, "n", uses="dim"),
+    "kv_len": Name("keys of the whole sequence", ("N", "k"), 0, _LONGEST, "n", uses="dim"),
+    "Rq": Name("queries of a sequence that a call has", ("R", "q"), 0, _LONGEST, "n", uses="scalar dim"),
+    "Rk": Name("keys of a sequence that a call has", ("R", "k"), 0, _LONGEST, "n", uses="scalar dim"),
+    "Cq": Name("chunks of queries that a call has", ("C", "q"), source="-(-Nq // CHUNK)", uses="dim"),
+    "Ck": Name("chunks of keys that a call has", ("C", "k"), source="-(-Nk // CHUNK)", uses="dim"),
+    "Sq1": Name("one more than chunks of queries of the whole sequence", source="-(-q_len // CHUNK) + 1", uses="dim"),
+    "Sk1": Name("one more than chunks of keys of the whole sequence", source="-(-kv_len // CHUNK) + 1", uses="dim"),
     # Sizes of a call that reads keys from a cache.
     "Nc": Name("keys for which a sequence has room in the cache", ("N", "c"), 0, _LONGEST, "n", uses="scalar dim"),
     "Nn": Name("new keys of a sequence, which a call appends", ("N", "n"), 0, _LONGEST, "n", uses="scalar dim"),
@@ -119,6 +129,8 @@ INTEGERS = {
     "kv_idx": Name("number of a key", ("k", ""), 0, _LONGEST, uses="everywhere", word="kv_idx"),
     "q_start": Name("first query of a program's tile", ("q", "0"), 0, _LONGEST, uses="everywhere"),
     "kv_start": Name("first key of a program's tile", ("k", "0"), 0, _LONGEST, uses="everywhere"),
+    "_q_row": Name("row of a tile's first query in the call's tensors", ("q", "0"), 0, _LONGEST, uses="everywhere"),
+    "_kv_row": Name("row of a tile's first key in the call's tensors", ("k", "0"), 0, _LONGEST, uses="everywhere"),
     "KV_splits_idx": Name("number of a split of a sequence's keys", ("p", ""), 0, None, uses="everywhere"),
     "KV_splits_start": Name("first split of a tile that is combined", ("p", "0"), 0, None, uses="everywhere"),
     # Tile sizes, and other names in the closed forms of tiles' memory.
@@ -250,6 +262,24 @@ BLOCK_LISTS = {
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
 }
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
+
+# Chunks of a sequence. A call has some of them, in rising order: CHUNKS are the rows at which these start in the whole
+# sequence, and rank t is the number of them before chunk t of the whole sequence.
+CHUNK_STARTS = {"q": ("Q_CHUNKS", ("Cq",)), "kv": ("KV_CHUNKS", ("Ck",))}
+CHUNK_RANKS = {"q": ("Q_CHUNK_RANK", ("Sq1",)), "kv": ("KV_CHUNK_RANK", ("Sk1",))}
+AT_HAND = {"Nq": "Rq", "Nk": "Rk"}  # rows of a sequence -> those that a call with chunks has
+WHOLE_LENGTHS = {"Nq": "q_len", "Nk": "kv_len"}  # rows of a sequence -> what host programs of such calls call them
+LENGTHS_OF_WHOLE = {name: size for size, name in WHOLE_LENGTHS.items()}
+
+
+def of_sequence(dims: Sequence[str]) -> tuple[str, ...]:
+    """Dimensions as kernels, and programs that derive tensors, know them: Nq and Nk are lengths of the sequence, also
+    where calls have chunks of it."""
+    return tuple(LENGTHS_OF_WHOLE.get(dim, dim) for dim in dims)
+
+
+# Further names, in kernels and functions, in modules whose calls have chunks of a sequence.
+OF_CHUNKS = {name.lower() for names in (CHUNK_STARTS, CHUNK_RANKS) for name, _ in names.values()}
 
 # Names in the generated module's functions that inputs may not have: arguments, values of host programs, modules.
 WRAPPER = {

@@ -96,7 +96,11 @@ class ListPosition(Op):
     """Compute the position of the tile `tile` in a row of a block list: the number of listed tiles before it. Positions
     increase with tiles, so bounds on ranges of tiles also hold for ranges of positions.
 
-    src: pointer to the row's ranks: for each tile, the number of listed tiles before it.
+    If calls have chunks of a sequence, the tiles of these chunks are such a list: then `tile` is a tile of the whole
+    sequence, and the position is that of the tile among those of the call.
+
+    src: pointer to the row's ranks: for each tile, the number of listed tiles before it; or the tensor with the ranks
+    of chunks.
     """
 
     src: str = field(metadata=OPERAND)

@@ -242,10 +242,10 @@ def _parse_header_line(s: _Sections, word: str, rest: str, where: str) -> None:
     elif word in ("mask", "score"):
         s.header[word], meaning = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
         s.meaning |= meaning
-    elif word in (*HEADER_KEYS, "order", "cache", "latent", "outputs"):
+    elif word in (*HEADER_KEYS, "order", "cache", "latent", "outputs", "chunk"):
         s.header[word] = rest
     else:
-        known = ", ".join((*HEADER_KEYS, "score", "order", "outputs", "input", "derive", "read", "gradient"))
+        known = ", ".join((*HEADER_KEYS, "score", "order", "outputs", "chunk", "input", "derive", "read", "gradient"))
         raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
 
 
@@ -387,7 +387,14 @@ def _module(s: _Sections, source: str) -> Module:
         cache=_parse_cache(header["cache"], source) if "cache" in header else None,
         rope=_parse_rope(header["latent"], source) if "latent" in header else 0,
         outputs=tuple(header.get("outputs", "lse").split()),
+        chunk=_parse_chunk(header["chunk"], source) if "chunk" in header else 0,
     )
+
+
+def _parse_chunk(text: str, source: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise IRError(f"{source}: `chunk {text}`; expected a number of rows, as in `chunk 384`")
+    return int(text)
 
 
 def _parse_cache(text: str, source: str) -> Cache:

@@ -148,6 +148,7 @@ def print_module(module: Module) -> str:
         *([f"  cache {module.cache.describe()}"] if module.cache else []),
         *([f"  latent rope={module.rope}"] if module.rope else []),
         *([f"  outputs {' '.join(module.outputs)}"] if module.outputs != ("lse",) else []),
+        *([f"  chunk {module.chunk}"] if module.chunk else []),
     ]
     for i in module.inputs:
         options = f"{' '.join(i.options)} | " if i.options else ""

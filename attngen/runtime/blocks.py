@@ -99,6 +99,32 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
     return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
 
 
+def blocks_of_call(
+    block_mask: torch.Tensor,
+    q_chunks: torch.Tensor,
+    kv_chunks: torch.Tensor,
+    n_q: int,
+    n_kv: int,
+    chunk: int,
+    block: int,
+) -> torch.Tensor:
+    """Return the part of a sequence's block mask that a call with chunks of the sequence has, [B or 1, Hq or 1, Tq, Tk]
+    with the blocks of the call.
+
+    block_mask: torch.bool [Tq, Tk] of the whole sequence, with up to two leading dimensions that broadcast to B and Hq.
+    q_chunks, kv_chunks: where each chunk of `chunk` rows starts. n_q, n_kv: rows of the call. block: rows of a block.
+
+    Raises:
+        ValueError or TypeError: one sentence that says what the mask is and what was expected.
+    """
+    mask = check_block_mask(block_mask)
+    for dim, starts, rows in ((2, q_chunks, n_q), (3, kv_chunks, n_kv)):
+        row = torch.arange(0, rows, block, device=starts.device)
+        at = (starts[row // chunk] + row % chunk) // block
+        mask = mask.index_select(dim, at.to(mask.device))
+    return mask
+
+
 def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
     """Raise ValueError, in one sentence, if lists of blocks do not have the shapes for this call."""
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)

@@ -17,16 +17,19 @@ def divisor(a: int, b: int) -> int:
     return next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1)
 
 
-def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Return a zeroed buffer for partial sums by distance, fp32 [B, Hq, rows, Nq + Nk]; without elements unless
+def distance_parts(
+    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool, distances: int | None = None
+) -> torch.Tensor:
+    """Return a zeroed buffer for partial sums by distance, fp32 [B, Hq, rows, distances]; without elements unless
     `needed`.
 
-    Each query tile of the dQ kernel has its own rows, one for each key tile that a diagonal crosses there.
+    distances: their number; None for Nq + Nk, as in calls that have all rows of a sequence. Each query tile of the dQ
+    kernel has its own rows, one for each key tile that a diagonal crosses there.
     """
     config = schedule(kernel.kernels, kernel.name, q, q.shape[2])
     crossed = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1  # key tiles per diagonal
     rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * crossed
-    shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2])
+    shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2] if distances is None else distances)
     return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
 
 

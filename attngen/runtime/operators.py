@@ -51,7 +51,7 @@ class Operators:
         jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)
 
     where grad_rows and tangent_rows are of the rows that have a gradient, and gradients and tangents are of the learned
-    operands. They get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such
+    operands. They get tensors that kernels can read in place. A module whose `backward` or `jvp` is None has no such
     operators. If another copy of the module has registered NAME, a `_` is appended to it.
 
     Operators exist until the process ends, because graphs of torch hold them but not the module; see `release` for the
@@ -273,7 +273,8 @@ class Operators:
                     self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
                 )
                 torch.library.register_autograd(self.backward.name(), refuse_second_derivatives, lib=self.library)
-                torch.library.register_autograd(self.jvp.name(), refuse_derivatives_of_tangents, lib=self.library)
+                if self.jvp:
+                    torch.library.register_autograd(self.jvp.name(), refuse_derivatives_of_tangents, lib=self.library)
             else:
                 name = self.forward.name()
                 torch.library.register_autograd(name, refuse_backward, setup_context=refuse_backward, lib=self.library)
@@ -283,6 +284,7 @@ class Operators:
             self.library.impl(
                 self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd"
             )
+        if self.jvp:
             self.library.impl(self.jvp, self._weak(_where_recorded(self.jvp, self.recorded_jvp.apply)), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:

@@ -46,6 +46,6 @@ def refuse_backward(*args: Any, **more: Any) -> None:
 
 def refuse_forward_mode() -> None:
     raise NotImplementedError(
-        "attention: this module has no forward mode (its spec says `backward: false`); expected tensors without "
-        "tangents"
+        "attention: this module has no forward mode (its spec says `backward: false` or `positions`); expected tensors "
+        "without tangents"
     )

@@ -169,8 +169,10 @@ class SelectTiles(Pass):
             return min(backend.cost.cycles(module, kernel, c) for c in choices)
 
         backend = backend_of(module)
-        largest = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide the mask's blocks
-        blocks = tuple(b for b in backend.choices.blocks if b <= largest)
+        largest = (
+            module.blocks.size if module.blocks else backend.choices.blocks[-1]
+        )  # tiles divide the mask's blocks, and chunks
+        blocks = tuple(b for b in backend.choices.blocks if b <= largest and module.chunk % b == 0)
         blocks_q, blocks_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if kernel.kv_split and limit == PACKED and not self.block_q:

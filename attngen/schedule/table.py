@@ -130,12 +130,13 @@ def _order(k: Key) -> tuple[Any, ...]:
 
 
 def usable(module: Module, kernel: Kernel, config: Config) -> bool:
-    """True if a config fits the module: its tiles divide the mask's blocks, TMA and head_dim slices are possible where
-    it uses them, and it is not known to spill."""
+    """True if a config fits the module: its tiles divide the mask's blocks and the sequence's chunks, TMA and head_dim
+    slices are possible where it uses them, and it is not known to spill."""
     divides = not (module.blocks and tile_loops(kernel)) or max(config.block_q, config.block_kv) <= module.blocks.size
     described = any(isinstance(op, Load) and op.via for op in kernel.ops())
     return (
         divides
+        and module.chunk % config.block_q == module.chunk % config.block_kv == 0
         and config.columns in block_d_choices(module, kernel)
         and (described or not config.tma)
         and lies_in_pages(module, kernel, config)

@@ -34,6 +34,7 @@ from attngen.spec.sections import (
     HeadDim,
     Heads,
     KeysValues,
+    Positions,
     Schedule,
     parse_backward,
     parse_cache,
@@ -115,6 +116,11 @@ class SpecFields(BaseModel):
     kv: KeysValues | None = Field(
         default=None, description="how keys and values are stored: {latent: {rope: 64}} for MLA; separately by default"
     )
+    positions: Positions | None = Field(
+        default=None,
+        description="calls have chunks of a sequence, and `q_chunks` and `kv_chunks` say where each starts in the "
+        "whole: {chunk: 384}",
+    )
     schedule: Schedule = Schedule()
     outputs: Annotated[tuple[Annotated[str, AfterValidator(_output_name)], ...], BeforeValidator(_parse_list)] = Field(
         default=("lse",), description="further results of calls next to the output; `lse` is always among them"
@@ -163,6 +169,11 @@ class SpecFields(BaseModel):
         if self.cache is None or not self.cache.dtype:
             return ""
         return "columns" if self.rope else self.cache.scale or "head"
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a chunk, if calls have chunks of a sequence; else 0."""
+        return self.positions.chunk if self.positions else 0
 
     @property
     def rope(self) -> int:

@@ -53,9 +53,10 @@ class Spec(SpecFields):
         """
         defaults = [name for name in ("backward", "outputs") if getattr(self, name) == Spec.model_fields[name].default]
         plain = self.model_dump(mode="json", exclude={"mask", "score", *defaults})
-        del plain["cache"], plain["kv"]
+        del plain["cache"], plain["kv"], plain["positions"]
         if self.cache is not None:
             plain["cache"] = self.cache.model_dump(mode="json", exclude_none=True) or "contiguous"
+        plain |= {"positions": self.positions.model_dump(mode="json")} if self.positions else {}
         plain |= {"kv": self.kv.model_dump(mode="json")} if self.kv else {}
         for key in ("order", "backend", "split"):
             if plain["schedule"][key] == Schedule.model_fields[key].default:

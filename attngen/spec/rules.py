@@ -10,7 +10,7 @@ from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, by_precision
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.heads import SHARINGS
 from attngen.ir.module import Derived, Input, Read
-from attngen.ir.names import OF_OUTPUTS
+from attngen.ir.names import OF_CHUNKS, OF_OUTPUTS
 from attngen.lang.limits import WIDEST_HEAD, WIDEST_LATENT
 from attngen.masks import Mask
 from attngen.scores import Score
@@ -255,6 +255,30 @@ def _outputs_are_supported(spec: SpecFields) -> None:
         raise Mistakes((spec.key_of(taken), f"{has}; expected another one"))
 
 
+def _positions_are_supported(spec: SpecFields) -> None:
+    """Calls with chunks of a sequence have no cache, and FlashAttention-2's loop order; their blocks lie in chunks."""
+    if not spec.chunk:
+        return
+    blocks = spec.mask.blocks()
+    cannot: tuple[tuple[bool, document.Path, str], ...] = (
+        (spec.cache is not None, ("cache",), "calls with a cache have all keys; expected no `cache`"),
+        (spec.schedule.order != "q_outer", ("schedule", "order"), "its order visits all rows; expected `q_outer`"),
+        ("key_mass" in spec.outputs, ("outputs",), "`key_mass` is a sum over all queries; expected it left out"),
+        (
+            blocks is not None and spec.chunk % blocks.size != 0,
+            ("positions", "chunk"),
+            f"is {spec.chunk}; expected a multiple of {blocks.size if blocks else 1}, the blocks of the mask",
+        ),
+    )
+    if found := next(((path, text) for wrong, path, text in cannot if wrong), None):
+        path, text = found
+        said = text if path[0] == "positions" else f"does not go with `positions`: {text}"
+        raise Mistakes((path, said))
+    if taken := next((i.name for i in spec.inputs() if i.name in OF_CHUNKS), None):
+        has = f"declares `{taken}`, which is a name of modules with `positions`"
+        raise Mistakes((spec.key_of(taken), f"{has}; expected another one"))
+
+
 def _derivative_names_are_free(spec: SpecFields) -> None:
     """Generated code names the gradient and the tangent of an input after it."""
     learned = {i.name for i in spec.learned()}
@@ -277,5 +301,6 @@ RULES: tuple[Callable[[SpecFields], None], ...] = (
     _cache_has_no_any_length,
     _order_is_supported,
     _outputs_are_supported,
+    _positions_are_supported,
     _derivative_names_are_free,
 )

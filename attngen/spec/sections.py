@@ -140,6 +140,19 @@ class FixedSplits(BaseModel):
     keys: int = Field(ge=UNIT, le=2**20, multiple_of=UNIT, description=f"keys of a split, a multiple of {UNIT}")
 
 
+class Positions(BaseModel):
+    """Calls have chunks of a sequence, as the ranks of context parallelism have, and say where each chunk starts."""
+
+    model_config = _STRICT
+    chunk: int = Field(
+        default=384,
+        ge=64,
+        le=4096,
+        multiple_of=64,
+        description="rows of a chunk, which tiles of kernels divide; 384 allows all tiles up to 128 rows, and 192",
+    )
+
+
 class Backward(BaseModel):
     """How gradients are computed."""
 

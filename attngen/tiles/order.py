@@ -8,15 +8,17 @@ from typing import NamedTuple
 import sympy
 
 from attngen.ir.core import Access, Op, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, first_row
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
-from attngen.ir.names import BLOCK_LISTS
+from attngen.ir.names import BLOCK_LISTS, CHUNK_RANKS
 from attngen.ir.ops import Base, CountTiles, ListPosition, Load, OrderedAdd
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import last_row, with_rows
+
+_ENDS = ("until", "since")  # names of the positions between which loops have ended
 
 
 class Order(NamedTuple):
@@ -26,24 +28,38 @@ class Order(NamedTuple):
     ops: tuple[Op, ...] = ()
 
 
-def order_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[CountTiles] = ()) -> Order:
+def order_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[Op] = (), places: bool = False) -> Order:
     """Return the order of a program, last program tile first, if the first `tiles` program tiles visit the loop's tile.
 
     With block lists, only the programs whose tiles are in the list of the loop's tile visit it. The lists of both axes
     are from one mask: a tile is in another tile's list if and only if that tile is in its own list. So the order is the
     number of listed program tiles after this program's tile.
+
+    places: the kernel's tiles are numbered in the whole sequence, of which the call has some chunks. Only their tiles
+    have programs.
     """
-    number = floordiv(symbol(f"{own}_start"), symbol(AXIS_DIM[own]))
+    number = floordiv(symbol(first_row(own, places)), symbol(AXIS_DIM[own]))
+    if places:
+        tiles, *at_hand = position_of(f"{own}_visits", own, tiles)
+        counts = (*counts, *at_hand)
     if blocks is None:
         return Order(tiles - 1 - number, tuple(counts))
     loop = "kv" if own == "q" else "q"
     ranks, _ = BLOCK_LISTS[loop]
-    block = floordiv(symbol(f"{loop}_start"), sympy.Integer(blocks.size))
+    block = floordiv(symbol(first_row(loop, places)), sympy.Integer(blocks.size))
     row = Base(f"{ranks}_row", Access(ranks, (symbol("b"), symbol("h"), block)), Type("ptr"))
     end, following = (
         ListPosition(f"{own}_{word}_at", row.name, e, Type("i32")) for word, e in (("end", tiles), ("next", number + 1))
     )
     return Order(symbol(end.name) - symbol(following.name), (*counts, row, end, following))
+
+
+def position_of(name: str, axis: str, tile: Expr) -> tuple[Expr, ListPosition] | tuple[Expr]:
+    """Return the number of tiles of a call's chunks before a tile of the whole sequence, and the op that computes it
+    under this name, if it is not 0."""
+    if tile == 0:
+        return (tile,)
+    return symbol(name), ListPosition(name, CHUNK_RANKS[axis][0], tile, Type("i32"))
 
 
 def order_ops(kernel: Kernel, add: OrderedAdd) -> tuple[Op, ...]:
@@ -85,9 +101,17 @@ def last_first_order(module: Module, kernel: Kernel) -> Order | None:
     if len(known) < len(bounds) or ended is None or (ended and module.blocks):
         return None
     tiles = sympy.Min(own.whole, *(tiles for bound in known for tiles in bound))
-    order = order_of(kernel.program_axis, tiles, module.blocks, own.counts)
+    order = order_of(kernel.program_axis, tiles, module.blocks, own.counts, kernel.places)
     following = 1 + floordiv(own.start, own.rows)
-    less = [sympy.Max(0, sympy.Min(until, tiles) - sympy.Max(since, following)) for since, until in ended]
+    spans = [(sympy.Min(until, tiles), sympy.Max(since, following)) for since, until in ended]
+    if kernel.places:
+        of_ends = [
+            [position_of(f"{kernel.program_axis}_{word}_{at}", kernel.program_axis, e) for word, e in zip(_ENDS, span)]
+            for at, span in enumerate(spans)
+        ]
+        spans = [(until[0], since[0]) for until, since in of_ends]
+        order = order._replace(ops=(*order.ops, *(op for span in of_ends for _, *ops in span for op in ops)))
+    less = [sympy.Max(0, until - since) for until, since in spans]
     return order._replace(expr=order.expr - sympy.Add(*less))
 
 
@@ -97,10 +121,17 @@ def first_first_order(module: Module, kernel: Kernel) -> Expr | None:
 
     Loops of earlier program tiles start earlier and do not end later. So the order is the index of the program tile,
     minus the number of first tiles whose loops have ended or are empty. Return None if that is unknown, with block
-    lists, if `last_first_order` is None, and if all loops start at the same tile, because then nothing is gained.
+    lists, if calls have chunks of a sequence, if `last_first_order` is None, and if all loops start at the same tile,
+    because then nothing is gained.
     """
     visited = visited_range(kernel)
-    if module.blocks or visited is None or not differs(kernel, visited[0]) or last_first_order(module, kernel) is None:
+    if (
+        module.blocks
+        or kernel.places
+        or visited is None
+        or not differs(kernel, visited[0])
+        or last_first_order(module, kernel) is None
+    ):
         return None
     own = _ProgramTiles(kernel, _rising(module))
     end, conditions = _unconditional(visited[1])

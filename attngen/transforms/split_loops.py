@@ -18,6 +18,13 @@ tensor says where loops start, the program counts its elements:
          ordered_add %DQ_ACC[b, h, q, d_qk] %dq semaphore(%dQ_SEMAPHORE[...])
            order(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
 
+If calls have chunks of a sequence, bounds are tiles of the whole sequence, and ranges are positions among the tiles
+of the call:
+
+after:   %kv_end = map expr(d) : i32[]
+         %kv_end_at = list_position %KV_CHUNK_RANK tile(kv_end) : i32[]
+         %keys_partial = loop kv ranges(kv_full_end_at .. kv_end_at) ...
+
 With block lists, the position counts listed tiles, up to the last tile whose program visits this one:
 
 before:  %kv_end_at = list_position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV)) : i32[]
@@ -36,7 +43,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Arg, Loop, Map, OrderedAdd
 from attngen.ir.split_axes import part, shared
-from attngen.tiles.order import ends_jump, last_first_order, order_ops
+from attngen.tiles.order import ends_jump, last_first_order, order_ops, position_of
 from attngen.transforms.base import Pass
 from attngen.transforms.drop_unspecialized import without
 
@@ -82,6 +89,11 @@ def _split(kernel: Kernel) -> Kernel:
             return [op]
         bounds, ends = _name_bounds(kernel, op)
         loops: list[Op] = [*bounds]
+        if kernel.places:
+            at_hand = {e: position_of(f"{op.var}_{e}_at" if e.is_Integer else f"{e}_at", op.var, e) for e in ends}
+            loops += (made for _, *ops in at_hand.values() for made in ops)
+            ends = [at_hand[e][0] for e in ends]
+        count = len(loops)
         carry = op.carry
         runs = [ends[i : i + 4] for i in range(0, len(ends), 4)]
         shared_by = shared(kernel, op)[0][0]
@@ -89,7 +101,7 @@ def _split(kernel: Kernel) -> Kernel:
         partial = [pair for a, b, c, d in runs for pair in (((a, b), (c, d)) if b != c else ((a, d),))]
         for cls, pairs in (("full", full), ("partial", partial)):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
-            if ranges or (cls == "partial" and len(loops) == len(bounds)):  # a body needs a loop, even an empty one
+            if ranges or (cls == "partial" and len(loops) == count):  # a body needs a loop, even an empty one
                 ranges = ranges or tuple(partial[:1])
                 ranges = tuple(part(lo, hi, shared_by) for lo, hi in ranges) if shared_by else ranges
                 loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())

@@ -29,7 +29,7 @@ import networkx as nx
 import sympy
 
 from attngen.ir.core import Access, Op, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, first_row
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
@@ -64,7 +64,8 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
             return [op.with_operands(renamed)]
         new: list[Op] = []
         if not made:
-            index = (symbol("b"), _head(kernel), floordiv(symbol(f"{own}_start"), sympy.Integer(blocks.size)))
+            row = symbol(first_row(own, kernel.places))
+            index = (symbol("b"), _head(kernel), floordiv(row, sympy.Integer(blocks.size)))
             new += [Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (*ranks, listed)]
             made.add(f"{listed}_row")
         loops = [op]

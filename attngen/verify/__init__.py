@@ -30,6 +30,7 @@ from attngen.verify.outputs import outputs
 from attngen.verify.pipe_types import warp_group_types
 from attngen.verify.pipelined_loops import loop_bodies
 from attngen.verify.portable import same_tiles
+from attngen.verify.positions import positions
 from attngen.verify.protocol import protocol
 from attngen.verify.quantised import quantised
 from attngen.verify.schedule import dropout, memory_space, scheduled_everywhere
@@ -68,6 +69,7 @@ _STRUCTURE: dict[str, Rule] = {
     "split-d": split_d,
     "rewrites": rewrites,
     "ordered-accumulate": ordered_accumulate,
+    "positions": positions,
 }
 _SCHEDULED: dict[str, Rule] = {
     "classified": classified,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import sympy
 
 from attngen.ir.core import TENSORS, Op, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE, dimension
+from attngen.ir.dims import AXIS_DIM, SPLIT_DIM, WHOLE, dimension
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import COLUMN_VIEWS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
@@ -25,6 +25,7 @@ from attngen.ir.names import (
     SCALES,
     SHAPES,
     SHARES,
+    of_sequence,
     tensor_dtype,
 )
 from attngen.ir.ops import Arg, Map, Yield
@@ -98,6 +99,8 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         known = {
             name: (dtype, tuple("Nc" if d == "Nk" else d for d in shape)) for name, (dtype, shape) in known.items()
         }
+    if any(d.program == host.name for d in module.derived):
+        known = {name: (dtype, of_sequence(shape)) for name, (dtype, shape) in known.items()}
     known |= {name: (tensor_dtype(name), shape) for name, shape in SHAPES.items()}
     known |= {name: ("f32", module.cache.scales) for name in SCALES.values() if module.cache}
     known |= {name: (dtype, ()) for name, dtype in (SCALARS | DROPOUT_SCALARS).items()}
@@ -106,7 +109,7 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         if arg.name != "COUNT" and (arg.type.dtype, arg.type.dims) != (dtype, dims):
             yield f"%{arg.name} is {_text(arg.type)}; expected {dtype}[{', '.join(dims)}]"
     made = {
-        name: (d.dtype, shape)
+        name: (d.dtype, of_sequence(shape))
         for d in module.derived
         if d.program == host.name
         for name, shape in zip(d.names, d.shapes)
@@ -292,7 +295,7 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     For keys in a cache, there is one for each tile of a sequence's capacity: no grid depends on lengths.
     """
     own = kernel.program_axis
-    tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
+    tiles = cdiv(symbol(kernel.extent(own)), symbol(AXIS_DIM[own]))
     expected = {own: tiles} | {
         axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")
     }

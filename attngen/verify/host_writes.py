@@ -34,7 +34,10 @@ class _Writes:
         self.host, self.kernels = host, {kernel.name: kernel for kernel in module.kernels}
         self.except_where: dict[str, Bool] = {}  # tensor -> the condition under which it is not written
         self.partial = {
-            x.partials for x in module.input_gradients if x.reduction in ("score", "element") and not module.covers(x)
+            x.partials
+            for x in module.input_gradients
+            if x.reduction in ("score", "element", *(("query", "entry", "distance") if module.chunk else ()))
+            and not module.covers(x)
         }
         self.found: list[str] = []
 

@@ -8,14 +8,14 @@ from typing import Any
 import sympy
 
 from attngen.heuristics import STRIP
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, dimension
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, dimension, first_row
 from attngen.ir.expr import Bool, conjuncts, floordiv, select, span, symbol, symbol_names
 from attngen.ir.expr_text import to_text
 from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import AXES, PAIRS, ROW_AXES
+from attngen.ir.names import AT_HAND, AXES, PAIRS, ROW_AXES
 from attngen.ir.ops import (
     Append,
     Arg,
@@ -69,14 +69,16 @@ def _letters(module: Module, kernel: Kernel) -> dict[str, Any]:
     """The index into each other dimension."""
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in ("Hq", "Hkv")}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items() if axis not in SPLIT_DIM}
+    letters |= {AT_HAND[extent]: symbol(axis) for axis, extent in AXIS_EXTENT.items() if extent in AT_HAND}
     letters |= {"items": combined_work_items() if kernel.combines_splits else work_item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     if sharing_axes(kernel.grid):
         letters[PAIRS] = floordiv(symbol(sharing_axes(kernel.grid)[-1].var), sympy.Integer(2))
     if module.blocks:
         size = sympy.Integer(module.blocks.size)
-        letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
-        letters["Ts"] = floordiv(symbol("kv_start"), sympy.Integer(STRIP))
+        q, kv = (symbol(first_row(axis, kernel.places)) for axis in ("q", "kv"))
+        letters |= {"Tq": floordiv(q, size), "Tk": floordiv(kv, size)}
+        letters["Ts"] = floordiv(kv, sympy.Integer(STRIP))
     return letters
 
 
@@ -193,6 +195,10 @@ def _out_of_bounds(
         # A sequence has no more keys (Nk) than its capacity (Nc).
         extent = symbol("Nk") if dim == "Nc" and kernel.reads_cache else dimension(dim)
         low, high = span(index)
+        if kernel.places and index in (
+            symbol(f"{a}_idx") - symbol(f"{a}_start") + symbol(f"_{a}_row") for a in ("q", "kv")
+        ):
+            low = sympy.Integer(0)  # the row of an element of the tile, in the tensors of the call
         if dim == "max_pages" and is_page_of(module, index):
             row = index.args[0]
             end = symbol("Nk" if kernel.reads_cache else "Nc")  # no entry of the table past the sequence is read

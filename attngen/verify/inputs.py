@@ -11,10 +11,21 @@ from attngen.errors import VerifyError
 from attngen.ir.core import Type
 from attngen.ir.expr_text import parse
 from attngen.ir.module import Module
-from attngen.ir.names import BLOCKS, GRADIENT_SYMBOLS, INPUT_DIMS, OF_OUTPUTS, ORDERS, SHAPES, SOURCES, WRAPPER
+from attngen.ir.names import (
+    BLOCKS,
+    GRADIENT_SYMBOLS,
+    INPUT_DIMS,
+    OF_OUTPUTS,
+    ORDERS,
+    SHAPES,
+    SOURCES,
+    WRAPPER,
+    of_sequence,
+)
 from attngen.ir.printer import print_module
 
-_OPTIONS = r"grad|broadcast|size|(least|first)=-?\d+|most=(Nq|Nk)|rising"
+_OF_CHUNKS = ("q_len", "kv_len", "Cq", "Ck")  # dimensions of inputs in modules whose calls have chunks of a sequence
+_OPTIONS = r"grad|broadcast|size|(least|first)=-?\d+|most=(Nq|Nk|q_len|kv_len)|rising"
 
 
 def verify_interface(module: Module) -> Module:
@@ -59,7 +70,13 @@ def _inputs(module: Module) -> Iterator[str]:
     """Inputs have known types, dimensions and options."""
     lengths = {i.name for i in module.inputs if i.is_size and Type(i.dtype, i.shape) == Type("i32")}
     for i in module.inputs:
-        sized = all(d in INPUT_DIMS or d in lengths or d.isdigit() or re.fullmatch(BLOCKS, d) for d in i.shape)
+        sized = all(
+            d in (*INPUT_DIMS, *(_OF_CHUNKS if module.chunk else ()))
+            or d in lengths
+            or d.isdigit()
+            or re.fullmatch(BLOCKS, d)
+            for d in i.shape
+        )
         if i.dtype not in ("b1", "i32", "f32", "T") or not sized:
             found, dims = f"`input {i.name} : {i.dtype}[{', '.join(i.shape)}]`", ", ".join(INPUT_DIMS)
             yield f"{found}; expected b1, i32, f32 or T of {dims}, numbers"
@@ -92,7 +109,7 @@ def _derived(module: Module) -> Iterator[str]:
         if d.program and d.program not in programs:
             known = ", ".join(programs)
             yield f"{derive} is of @{d.program}, which is no host program; the host programs are {known}"
-        if d.program and d.sources != programs.get(d.program, d.sources):
+        if d.program and of_sequence(d.sources) != programs.get(d.program, of_sequence(d.sources)):
             args = ", ".join(programs[d.program])
             yield f"{derive} gives @{d.program} {', '.join(d.sources)}; expected its arguments, {args}"
         for source in d.sources:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import sympy
 
 from attngen.ir.core import Access, Op
+from attngen.ir.dims import first_row
 from attngen.ir.expr import floordiv, mod, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
@@ -95,7 +96,7 @@ def ordered_accumulate(module: Module, kernel: Kernel) -> Iterator[str]:
             order, expected = to_text(op.order), to_text(mod(number, two))
             yield f"%{op.name} has the order `{order}`; expected `{expected}`, the program's number in its pair"
         _, index = kernel.accessed(op)
-        of_pair = (*index[:-2], symbol(f"{kernel.program_axis}_start"))
+        of_pair = (*index[:-2], symbol(first_row(kernel.program_axis, kernel.places)))
         if op.semaphore != Access(tensor, of_pair) or floordiv(number, two) not in index:
             at = ", ".join(map(to_text, of_pair))
             yield f"%{op.name} has another semaphore than that of its pair, at [{at}] in one tensor of semaphores"

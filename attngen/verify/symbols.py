@@ -45,7 +45,7 @@ RESERVED = {
     *COLUMN_DIM,
     *SPLIT_DIM,
     *WHOLE,
-    *("dtype", "float", "pid", "tl", "triton", "at", "BLOCK", "DROPOUT", "TMA", "CONVERTS", "OVERLAPS"),
+    *("dtype", "float", "pid", "tl", "triton", "at", "BLOCK", "CHUNK", "DROPOUT", "TMA", "CONVERTS", "OVERLAPS"),
     *("first_head", "q_next", "keep_mask"),
 }
 TILES = {*(AXIS_DIM[axis] for axis in ROW_AXES), *WHOLE}
@@ -94,8 +94,10 @@ def _positions(kernel: Kernel, op: Op) -> set[str]:
     columns = {a.var for a in kernel.grid if a.var in SPLIT_DIM}
     axes = set() if kernel.visits_all_tiles else {kernel.program_axis}
     known |= {f"{axis}_start" for axis in axes | columns}
+    known |= {f"_{axis}_row" for axis in axes if kernel.places}
     for loop in kernel.loops_around(kernel.graph.nodes[op.name]["block"]):
         known |= {f"{name}_start" if name in AXIS_DIM else name for name in loop.variables}
+        known |= {f"_{loop.var}_row"} if kernel.places and loop.var in AXIS_DIM else set()
         axes |= {loop.var} & set(AXIS_DIM)
     if isinstance(op, (Gather, Map, Mask, Scatter)):
         indexed = AXIS_DIM if isinstance(op, Mask) else axes

@@ -21,7 +21,7 @@ from attngen.ir.expr import Bool, Expr, conjuncts, floordiv, mod, select, span, 
 from attngen.ir.expr_text import to_text
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module, Read, input_tensors
+from attngen.ir.module import Module, Read
 from attngen.ir.names import SCALES
 from attngen.ir.ops import (
     HALVES,
@@ -70,7 +70,7 @@ class Header:
     def __init__(self, module: Module, kernel: Kernel) -> None:
         self.meaning, self.own = module.meaning, kernel.program_axis
         args = {arg.name: arg.type for arg in kernel.args}  # they have the element types
-        declared = input_tensors(module.inputs, module.derived)
+        declared = module.tensors_of_kernels
         self.types = {name: replace(t, dtype=args.get(name.upper(), t).dtype) for name, t in declared.items()}
         self.named: dict[Expr, Expr] = {**coordinates(module, kernel), PRODUCT: PRODUCT * SCALE}
         self.named |= {symbol(i.name): _number(i.name, i.dtype) for i in module.inputs if not i.shape}

@@ -48,6 +48,8 @@ from attngen.targets.printing.views import LOOP_COMMENTS, KernelView, Node, gath
 VARYING = (
     "Nq",
     "Nk",
+    "Rq",
+    "Rk",
     "Nlse",
     "Nentropy",
     "Nc",
@@ -160,9 +162,7 @@ class KernelContext(ProgramContext):
             steps += [f"{pages.name}_of_tile = {pages.name}_ahead", *following]
             steps.append(self._page_ahead(pages, f"{op.var}_next", f"{counter} + 1 < {stop}"))
         if over_tiles:
-            steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
-            if f"{op.var}_idx" in used:
-                steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
+            steps += self._tile_position(op.var, tile, used)
         options = ", disable_licm=True" * op.recompute
         kind = op.var if op.var in ("split", "KV_splits") else "own" if over_tiles and op.cls == "all" else op.cls
         comment = self.kernel.block(op.body).about or LOOP_COMMENTS[kind]
@@ -187,7 +187,8 @@ class KernelContext(ProgramContext):
         return [*place, f"{op.var}_ahead = _tile_at({', '.join(args)})"]
 
     def _list_position(self, op: ListPosition, cls: str) -> dict[str, Any]:
-        ratio = f"BLOCK // {AXIS_DIM[self.kernel.ranked_axis(op)]}"
+        unit = "CHUNK" if isinstance(self.kernel.op(op.src), Arg) else "BLOCK"
+        ratio = f"{unit} // {AXIS_DIM[self.kernel.ranked_axis(op)]}"
         return {"var": op.name, "ranks": self.var(op.src), "tile": self.scalar(op.tile), "ratio": ratio}
 
     def _seed(self, op: Seed, cls: str) -> dict[str, Any]:

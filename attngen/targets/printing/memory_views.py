@@ -7,9 +7,9 @@ from typing import Any
 import sympy
 
 from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of, dimension
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of, dimension, first_row
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.names import ROW_AXES, stride_names
+from attngen.ir.names import CHUNK_STARTS, ROW_AXES, stride_names
 from attngen.ir.ops import (
     Append,
     Arg,
@@ -57,6 +57,19 @@ class MemoryContext(ExpressionContext):
         table = self.kernel.op(loads[0].pages) if loads and loads[0].pages else None
         return table if isinstance(table, Gather) else None
 
+    def _tile_position(self, axis: str, number: str, words: set[str]) -> list[str]:
+        """Lines that compute where the tile with this number lies along an axis: its first row and its positions, as
+        far as `words` name them. If calls have chunks of a sequence, a tile's position in the whole is looked up."""
+        row, start, index = self.row(axis), f"{axis}_start", f"{axis}_idx"
+        lines = [f"{row} = {number} * {AXIS_DIM[axis]}"]
+        if row != start and {start, index} & words:
+            lines.append(f"{start} = _position_of({CHUNK_STARTS[axis][0]}, {row})")
+        return [*lines, *([f"{index} = {start} + {axis}_off"] if index in words else [])]
+
+    def row(self, axis: str) -> str:
+        """The variable of the first row of a tile, in the tensors of the call."""
+        return first_row(axis, self.kernel.places and axis in CHUNK_STARTS)
+
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)
         assert isinstance(tensor, Arg)
@@ -89,7 +102,7 @@ class MemoryContext(ExpressionContext):
         strides = [*stride_names(tensor.name, tensor.type.dims), ""][-len(access.index) :]
         scalars, tiles = [access.tensor], []
         dims = _as_tile(access, tile)
-        for index, stride in zip(access.index, strides):
+        for at, (index, stride) in enumerate(zip(access.index, strides)):
             if index == 0:
                 continue
             axis = axis_of(index)
@@ -105,7 +118,7 @@ class MemoryContext(ExpressionContext):
                 row = self._row_of_tensor(axis, tile)
                 tiles.append(f"{row if row.isidentifier() else f'({row})'}.to(tl.int64){spread}{times}")
             elif axis in ROW_AXES:
-                start = self.scalar(index.subs(symbol(axis), symbol(f"{axis}_start")))
+                start = self.scalar(index.subs(symbol(axis), symbol(self.kernel.first_row(access, at, axis))))
                 scalars.append(f"tl.cast({start}, tl.int64){times}" if times else start)
                 tiles.append(f"{self._row_of_tile(axis, tile)}{spread}{times}")
             else:
@@ -185,7 +198,7 @@ class MemoryContext(ExpressionContext):
         """
         tensor, index = self.kernel.accessed(op)
         rows, _ = op.src.axes()
-        places, start = [self.scalar(i) for i in index[:-2]], f"{rows}_start"
+        places, start = [self.scalar(i) for i in index[:-2]], self.row(rows)
         if op.pages:
             assert isinstance(tensor, Arg)
             places = [f"{self.var(op.pages)}_of_tile", *places]
@@ -258,6 +271,7 @@ class MemoryContext(ExpressionContext):
                 self.var(op.value),
                 "q_start",
                 "kv_start",
+                *([self.row("q")] if self.kernel.places else []),
                 "Nq",
                 "Nk",
                 "BLOCK_Q",

@@ -77,7 +77,8 @@ class ProgramContext(MemoryContext):
             last_group = f"first_head + {many} >= tl.num_programs(0) // {tiles}"
             lines.append(f"{REVERSED_GROUP} = tl.where({last_group}, 1, 0)  # the last heads")
             number = f"tl.where({REVERSED_GROUP} > 0, {position}, {number[1:-1]})"
-        return [*lines, f"{own.var}_start = {number} * {AXIS_DIM[own.var]}"], rest
+        named = {f"{own.var}_start"} if self.kernel.places else set()
+        return [*lines, *self._tile_position(own.var, number, named)], rest
 
     def _outer_indices(self, axes: list[GridAxis], rest: str) -> list[str]:
         """Lines that compute the program's head and sequence from `rest`, the part of `pid` above the tile."""

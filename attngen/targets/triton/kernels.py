@@ -34,6 +34,8 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
             constants.append((PADDED[name], 1 << size.bit_length()))
     if module.blocks:
         constants.append(("BLOCK", module.blocks.size))
+    if module.chunk:
+        constants.append(("CHUNK", module.chunk))
     taken = interpreted(module)
     names = dict.fromkeys(row.device for _, rows in module.schedules for row in rows if row.device in CLASSES)
     device_classes = [(repr(c), name) for name in names for c in CLASSES[name].capabilities]

@@ -11,7 +11,7 @@ from attngen.ir.expr import cos, erf, log2, sin
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Arg, Gather, Load, Map, Mask
-from attngen.targets.hopper.configs.sm90 import DEVICE, FORWARD
+from attngen.targets.hopper.configs.sm90 import DEVICE, FORWARD, ROWS
 
 NARROW = 64  # head_dim up to which the softmax takes as long as the matrix products
 MEDIUM = 128  # head_dim beyond which heads are wide
@@ -33,6 +33,8 @@ def infeasible_in_any_family(module: Module, kernel: Kernel) -> str:
         return "it computes entropies of queries, or gradients from these (`outputs`)"
     if not any(config.elem_bytes == 2 for config in module.configs(FORWARD)):
         return "no dtype of the spec has 16 bits"
+    if module.chunk % (2 * ROWS):
+        return f"its calls have chunks of {module.chunk} rows, and a program has {2 * ROWS}"
     read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
     if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
         row = "query" if kernel.program_axis == "q" else "key"

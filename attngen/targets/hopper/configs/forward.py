@@ -139,6 +139,7 @@ def long_config(module: Module) -> Config | None:
     kernel, chosen = module.kernel(FORWARD), config(module, *TILES_OF_THREE_CONSUMERS)
     two_ctas = ctas_per_sm(module, config(module)) > 1
     able = two_ctas and is_light(module, kernel) and can_skip_masked_tiles(module, chosen)
+    able = able and module.chunk % chosen.block_q == 0
     causal = able and mask_class(module, kernel, 2 * LONG_ROWS).startswith("causal")
     return replace(chosen, min_rows=LONG_ROWS) if causal else None
 
@@ -164,5 +165,6 @@ def _fits(module: Module, config: Config) -> bool:
     weights, and the mask's blocks consist of whole query tiles."""
     programs, tiles = ctas_per_sm(module, config), tile_registers(module, config)
     divides = not module.blocks or module.blocks.size % config.block_q == 0
+    divides = divides and module.chunk % config.block_q == 0
     fits = programs > 1 or tiles + SPARE_REGISTERS <= REGISTERS[config.block_q // ROWS][0]
     return divides and fits and fits_smem(module, config, programs, 1)

@@ -84,7 +84,8 @@ def uses_three_consumers(module: Module, kernel: Kernel) -> bool:
 
     If the mask lets some tiles visit fewer keys, as a causal mask does, wider tiles compute more hidden scores.
     """
-    return is_balanced(kernel) and is_light(module, kernel)
+    divides = module.chunk % (3 * ROWS) == 0
+    return divides and is_balanced(kernel) and is_light(module, kernel)
 
 
 def _loads_rows_and_keys(kernel: Kernel) -> bool:

@@ -3,7 +3,7 @@ each tile that it fetches."""
 
 from __future__ import annotations
 
-from attngen.ir.dims import AXIS_DIM
+from attngen.ir.dims import AXIS_DIM, first_row
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
 from attngen.ir.kernel import Kernel
 from attngen.ir.pipe_control import WorkLoop
@@ -29,7 +29,8 @@ def tile_scalars(kernel: Kernel) -> list[str]:
 def tile_coordinates(kernel: Kernel) -> list[str]:
     """The variables that say where a program's tile is, and whether its head is reversed within its group. The first is
     never negative."""
-    axes = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
+    axes = [first_row(axis.var, kernel.places) if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
+    axes[1:1] = [f"{kernel.grid[0].var}_start"] if kernel.places else []
     # among the KV splits of all sequences, the first one of the tile's
     split = [SPLIT_SYMBOLS[-1]] if kernel.kv_split else []
     return [*axes, *split, *([REVERSED_GROUP] if kernel.grid[0].reversed_group else [])]

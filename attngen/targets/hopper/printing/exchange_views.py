@@ -215,8 +215,7 @@ class ExchangeContext(LoopContext):
         else:
             (partial_tile, before), (full_tile, after) = places.values()
             lines = [*before, *after, f"{tile} = gl.where({at} < partial_tiles, {partial_tile}, {full_tile})"]
-        lines.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
-        return [*lines, *([f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else [])]
+        return [*lines, *self._tile_position(op.var, tile, words)]
 
     def _tile_at(self, ranges: Ranges, at: str, name: str) -> tuple[str, list[str]]:
         """The tile at a position in concatenated ranges, and the lines before it, which set `name` if there are

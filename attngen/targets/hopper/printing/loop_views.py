@@ -9,6 +9,7 @@ from typing import Any
 from attngen.ir.dims import AXIS_DIM, MEMBER
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.grid import REVERSED_GROUP
+from attngen.ir.names import CHUNK_RANKS
 from attngen.ir.ops import Load, Loop, Map, Mask
 from attngen.ir.pipe import Pipeline
 from attngen.ir.pipe_control import PipelinedLoop
@@ -63,7 +64,7 @@ class LoopContext(SoftmaxContext):
     def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
         """Name a loop's variable `_` if nothing reads it, omit a start of 0, and drop the lines that compute a tile's
         position if the body does not read it."""
-        if not names_in(body) & {f"{op.var}_start", f"{op.var}_idx"}:
+        if not names_in(body) & {f"{op.var}_start", f"{op.var}_idx", f"_{op.var}_row"}:
             text["steps"], text["before"] = [], [line for line in text["before"] if line.startswith(f"{op.var}_stop")]
         words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
         text["var"] = text["var"] if text["var"] in words else "_"
@@ -109,10 +110,19 @@ class LoopContext(SoftmaxContext):
         ]
         for first, end in op.instance_partial:
             last = self.scalar(op.partial[0][1])
-            lines += [f"own_end = {self._of_instance(end)}", f"own_full_end = {self._of_instance(first)}"]
+            lines += [f"own_end = {self._tile_of_instance(end)}", f"own_full_end = {self._tile_of_instance(first)}"]
             lines += [f"hidden_tiles = {last} - own_end", f"masked_tiles = {last} - own_full_end"]
         first = [f"first_tile = {self._reversed_tile(op, 'hidden_tiles', 'partial_tiles')}"] if op.first else []
         return {"counts": lines, "any": "hidden_tiles < partial_tiles + full_tiles" if op.first else "", "first": first}
+
+    def _tile_of_instance(self, e: Expr) -> str:
+        """A bound for the rows of an instance. If calls have chunks of a sequence, it is a tile of the whole sequence,
+        and the result its position among those of the call."""
+        text = self._of_instance(e)
+        if not self.kernel.places:
+            return text
+        axis = self.kernel.loop_axis
+        return f"_list_position({CHUNK_RANKS[axis][0]}, {text}, CHUNK // {AXIS_DIM[axis]})"
 
     def _of_instance(self, e: Expr) -> str:
         """An expression with the rows of an instance in place of those of the program."""
@@ -153,8 +163,7 @@ class LoopContext(SoftmaxContext):
         first = self.block(op.first, "partial") if op.first else []
         words = names_in(first)
         start = [self._read_tile(op) if op.tile_indices else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
-        start += [f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
-        start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
+        start += self._tile_position(op.var, f"{op.var}_tile", words)
         text["start"] = start if words & self._where(op) else []
         if op.listed and text["start"]:
             # The tile's number comes with the tile, or from device memory: it is read right before its first use.
@@ -293,8 +302,7 @@ class LoopContext(SoftmaxContext):
         So do the lines that compute the tile's position, unless all tiles need it (`always`).
         """
         body, own, at = parts
-        places = [*tile, f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
-        places += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(body) else []
+        places = [*tile, *self._tile_position(op.var, f"{op.var}_tile", names_in(body))]
         text = gluon({"condition": condition, "lines": [] if always else places})
         unswitch = [Node("unswitch", text, own)] if own else []
         end = "partial_tiles + full_tiles"
@@ -305,7 +313,7 @@ class LoopContext(SoftmaxContext):
     @staticmethod
     def _where(op: PipelinedLoop) -> set[str]:
         """The variables of a tile's position."""
-        return {f"{op.var}_start", f"{op.var}_idx"}
+        return {f"{op.var}_start", f"{op.var}_idx", f"_{op.var}_row"}
 
     def _differing(self, op: PipelinedLoop) -> tuple[list[Node], list[Node], int]:
         """`_differing_in` of the block @step of a loop."""

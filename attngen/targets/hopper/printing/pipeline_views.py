@@ -179,8 +179,9 @@ class PipelineContext(ShapeContext):
         assert isinstance(tensor, Arg)
         first = next(name for name, pipeline in self.pipelines.items() if pipeline.metadata_of == tiles)
         start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)
-        at, extent = f"{self.loop}_start", AXIS_EXTENT[self.loop]
-        row = {"start": f"{start} + {at}", "left": f"{extent} - {at}", "into": self._short(op.pipeline)}
+        at, extent = self.kernel.first_row(op.src, -1, self.loop), AXIS_EXTENT[self.loop]
+        left = self.kernel.extent(self.loop) if at == self.row(self.loop) else extent
+        row = {"start": f"{start} + {at}", "left": f"{left} - {at}", "into": self._short(op.pipeline)}
         return {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, **self._stage(tiles)}
 
     def _write_tile_index(self, op: WriteTileIndex, cls: str) -> dict[str, Any]:
@@ -284,7 +285,11 @@ class PipelineContext(ShapeContext):
     def _place(self, access: Access, moved: str = "", column: str = "0") -> str:
         """The coordinates of a tile's first element; `moved` is added to its row, for a part of the tile."""
         moving = self.own if set(access.axes()) == {self.own, self.loop} else access.axes()[0]
-        starts = {axis: f"{axis}_start{moved if axis == moving else ''}" for axis in (self.own, self.loop)}
+        starts = {
+            axis: f"{self.kernel.first_row(access, at, axis)}{moved if axis == moving else ''}"
+            for at, axis in enumerate(map(str, access.index))
+            if axis in (self.own, self.loop)
+        }
         batch, *heads, rows, columns = access.index
         # Two indices are a head and one of its splits.
         head = heads[0] if len(heads) == 1 else heads[0] * symbol(self.kernel.type_of(access.tensor).dims[2]) + heads[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attngen.ir.core import Access, Block
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER
+from attngen.ir.dims import AXIS_DIM, MEMBER
 from attngen.ir.expr import select, symbol
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.ops import Arg, Base, OrderedAccumulate, OrderedAdd
@@ -45,10 +45,9 @@ class StoreContext(PipelineContext):
         if acquire_of(self.kernel, op):
             return {**tile, "acquired": True}
         assert op.semaphore is not None and op.order is not None
-        start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
-        clamped = (
-            f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.reversed_group else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
-        )
+        start, ahead, rows = self.row(self.loop), self._next_start(), AXIS_DIM[self.loop]
+        least = f"gl.maximum({ahead}, 0)" if self.reversed_group else ahead
+        clamped = f"gl.minimum({least}, {self.kernel.extent(self.loop)} - 1)"
         counter = self._counter_of(op.semaphore)
         further = (
             f"{start} + gl.where({REVERSED_GROUP} > 0, -{rows}, {rows})" if self.reversed_group else f"{start} + {rows}"
@@ -103,8 +102,8 @@ class StoreContext(PipelineContext):
 
     def _has_rows(self, op: SemaphoreAcquire | SemaphoreRelease) -> str:
         """The condition that an instance has rows of the program's tile; empty if the semaphore is another tile's."""
-        start = f"{self.own}_start"
-        return f"{start} < {AXIS_EXTENT[self.own]}" if symbol(start) in op.semaphore.index else ""
+        start = self.row(self.own)
+        return f"{start} < {self.kernel.extent(self.own)}" if symbol(start) in op.semaphore.index else ""
 
     def _tma_store_wait(self, op: TmaStoreWait, cls: str) -> dict[str, Any]:
         stores = (o for o in self.kernel.ops() if isinstance(o, TmaStore) and o.staging == op.staging)

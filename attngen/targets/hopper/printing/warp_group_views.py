@@ -28,6 +28,15 @@ def _pipelines_in(nodes: list[Node]) -> set[str]:
     return used | {pipeline for node in nodes for pipeline in _pipelines_in(node.body)}
 
 
+def _read_by(lines: list[str], words: set[str]) -> list[str]:
+    """The assignments among `lines` that code with these words reads, directly or through a later line."""
+    found: list[str] = []
+    for line in reversed(lines):
+        if line.split()[0] in words:
+            found, words = [line, *found], words | {*re.findall(r"\w+", line)}
+    return found
+
+
 class WarpGroupContext(WgmmaContext):
     """Builds the views of warp groups."""
 
@@ -118,6 +127,7 @@ class WarpGroupContext(WgmmaContext):
         start = [f"{self._next_start()}, _order_seen = -1, 0"] if self._polls_ahead(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "reload_tile"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), self._index_count()
+        before |= {word for line in _read_by(rows, before) for word in re.findall(r"\w+", line)}
         numbers = list(enumerate(work.text["numbers"]))
         work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
         used = names_in([*of_tile, *body]) | set(
@@ -133,7 +143,7 @@ class WarpGroupContext(WgmmaContext):
         work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*rows, *start]}), *body]
         for node in body[at : at + 1]:
             later = names_in(body[at + 1 :])
-            node.text["rows"] = [line for line in rows if line.split()[0] in later]
+            node.text["rows"] = _read_by(rows, later)
             if self.kernel.kv_split:
                 node.text["reread"] = [i for i, name in numbers[:axes] if i == 0 or name in later]
 
@@ -193,7 +203,8 @@ class WarpGroupContext(WgmmaContext):
         """Lines that compute the positions of the rows that the consumer instance owns."""
         start, own = f"{self.own}_start", f"{self.own}_idx"
         placed = [f"{own} = {start} + {self.own}_off"] if own in words and not self.places_rows else []
-        return placed if self.of_latents else [f"{start} = {start} + _WARP_GROUP * ROWS", *placed]
+        rows = dict.fromkeys((self.row(self.own), start))
+        return placed if self.of_latents else [*(f"{row} = {row} + _WARP_GROUP * ROWS" for row in rows), *placed]
 
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """Lines that set up, for each pipeline that a warp group uses, its next stage and its phase or load count."""
@@ -266,7 +277,9 @@ class WarpGroupContext(WgmmaContext):
 
     def _index_count(self) -> int:
         """The number of coordinates among the integers that the scheduler passes for a tile."""
-        return len(tile_coordinates(self.kernel)) if self.kernel.kv_split else len(self.kernel.grid)
+        return (
+            len(tile_coordinates(self.kernel)) if self.kernel.kv_split else len(self.kernel.grid) + self.kernel.places
+        )
 
     def _reload_tile(self, op: ReloadTile, cls: str) -> dict[str, Any]:
         return {

@@ -1,0 +1,122 @@
+"""Chunks of a sequence: the inputs by which a call says where its rows lie in the whole, and the kernels' names for
+them.
+
+Each rank of context parallelism has some chunks of a sequence, one after the other in its tensors. A call passes the
+row at which each chunk starts in the whole sequence. Kernels compute with positions in the whole sequence, so masks,
+modifiers, dropout and bounds of tiles are the same as in a call with all rows. Only tensors with a row for each query
+or key of the call (Q, K, V, O, LSE, gradients) are addressed by rows of the call. Inputs of masks and modifiers are
+about the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from attngen.ir.core import Op, Type
+from attngen.ir.expr import symbol
+from attngen.ir.host import Launch
+from attngen.ir.module import Derived, Input, Module
+from attngen.ir.names import AT_HAND, CHUNK_RANKS, CHUNK_STARTS, WHOLE_LENGTHS
+from attngen.ir.ops import Arg
+from attngen.lang.chunks import chunk_ranks
+
+LOOPS = {"q": "kv", "kv": "q"}  # program axis -> the axis that its loops run over
+
+
+def chunk_inputs(chunk: int) -> tuple[Input, ...]:
+    """Return the inputs of a module whose calls have chunks of `chunk` rows; none if it is 0."""
+    if not chunk:
+        return ()
+    sides = (("q", "queries", "Cq", "q_len"), ("kv", "keys", "Ck", "kv_len"))
+    starts = (
+        Input(
+            f"{x}_chunks",
+            "i32",
+            (dim,),
+            f"where each {chunk} {rows} of the call start in the whole sequence, in rising order",
+            ("least=0", f"most={length}", "rising"),
+        )
+        for x, rows, dim, length in sides
+    )
+    lengths = (Input(n, "i32", (), f"{rows} of the whole sequence", ("least=0",)) for _, rows, _, n in sides)
+    return *starts, *lengths
+
+
+def chunk_derived(chunk: int) -> tuple[Derived, ...]:
+    """Return the ranks of chunks, which follow from their starts; none without chunks."""
+    if not chunk:
+        return ()
+    names, shapes = zip(*((name.lower(), dims) for name, dims in CHUNK_RANKS.values()))
+    starts = [name.lower() for name, _ in CHUNK_STARTS.values()]
+    return (Derived(names, shapes, chunk_ranks.__name__, (*starts, *WHOLE_LENGTHS.values(), str(chunk))),)
+
+
+def whole(dims: Iterable[str]) -> tuple[str, ...]:
+    """Return the dimensions of a tensor about the whole sequence, as host programs name them."""
+    return tuple(_whole(dim) for dim in dims)
+
+
+def _whole(dim: str) -> str:
+    size, slash, blocks = dim.partition("/")
+    return f"{WHOLE_LENGTHS.get(size, size)}{slash}{blocks}"
+
+
+def of_whole_input(i: Input) -> Input:
+    """Return an input of a mask or modifier in a module whose calls have chunks."""
+    options = ("=".join(map(_whole, option.split("="))) for option in i.options)
+    return replace(i, shape=whole(i.shape), options=tuple(options))
+
+
+def of_whole_derived(d: Derived) -> Derived:
+    """Return derived tensors in a module whose calls have chunks."""
+    return replace(d, shapes=tuple(map(whole, d.shapes)), sources=whole(d.sources))
+
+
+def at_hand(type_: Type) -> Type:
+    """Return the type of a tensor that has only the rows of the call."""
+    return replace(type_, dims=tuple(AT_HAND.get(dim, dim) for dim in type_.dims))
+
+
+def chunk_args(axis: str, adds: bool) -> list[Arg]:
+    """Return the arguments of a kernel that say where its rows lie.
+
+    axis: the program axis. adds: whether programs add in an order, which is computed from the ranks of their tiles.
+    """
+    given = [*CHUNK_STARTS.values(), CHUNK_RANKS[LOOPS[axis]], *([CHUNK_RANKS[axis]] if adds else [])]
+    return [Arg(name, "in", Type("i32", dims)) for name, dims in given]
+
+
+def of_call(type_: Type) -> Type:
+    """Return the type of a tensor with the rows of the call, as host programs name its dimensions."""
+    names = {rows: size for size, rows in AT_HAND.items()}
+    return replace(type_, dims=tuple(names.get(dim, dim) for dim in type_.dims))
+
+
+def of_whole_type(type_: Type) -> Type:
+    """Return the type of a tensor about the whole sequence, as host programs name its dimensions."""
+    return replace(type_, dims=whole(type_.dims))
+
+
+def with_chunk_inputs(module: Module) -> Module:
+    """Return the module with the inputs that say where chunks start; the other inputs are about the whole sequence."""
+    if not module.chunk:
+        return module
+    return replace(
+        module,
+        inputs=(*map(of_whole_input, module.inputs), *chunk_inputs(module.chunk)),
+        derived=(*map(of_whole_derived, module.derived), *chunk_derived(module.chunk)),
+    )
+
+
+def with_lengths(module: Module) -> Module:
+    """Return the module with launches that pass the lengths of the whole sequence, and the rows of the call, to the
+    kernels that compute positions."""
+    placing = {kernel.name for kernel in module.kernels if kernel.places}
+    sizes = tuple((size, symbol(name)) for size, name in WHOLE_LENGTHS.items())
+    sizes += tuple((rows, symbol(size)) for size, rows in AT_HAND.items())
+
+    def change(op: Op) -> list[Op]:
+        return [replace(op, sizes=(*op.sizes, *sizes)) if isinstance(op, Launch) and op.kernel in placing else op]
+
+    return replace(module, hosts=tuple(host.rewrite(change) for host in module.hosts))

@@ -1,0 +1,58 @@
+"""The rule `positions`: kernels of calls that have chunks of a sequence tell rows of the call from positions in the
+whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.ir.core import TENSORS
+from attngen.ir.expr import Expr
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.names import AT_HAND, CHUNK_RANKS, CHUNK_STARTS, SHAPES
+from attngen.ir.ops import Arg, ListPosition
+from attngen.tiles.tiles import tile_loops
+
+_ARGUMENTS = {name: dims for names in (CHUNK_STARTS, CHUNK_RANKS) for name, dims in names.values()}
+
+
+def positions(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Kernels that evaluate the mask get the starts of chunks, if and only if calls have chunks.
+
+    Tensors with a row for each query or key of the call have the call's rows, inputs of masks and modifiers those of
+    the whole sequence. Loops over classified tiles run between positions among the tiles of the call. Tiles divide
+    chunks, so that all rows of a tile lie side by side in the whole sequence.
+    """
+    evaluates = bool(kernel.dots) or kernel.counts_pairs
+    if kernel.places != (bool(module.chunk) and evaluates):
+        found = "the starts of chunks" if kernel.places else "no starts of chunks"
+        yield f"it has {found}; expected them in kernels that evaluate the mask, in modules with `chunk`"
+        return
+    if not kernel.places:
+        return
+    for arg in (arg for arg in kernel.args if arg.role in TENSORS):
+        if (expected := _ARGUMENTS.get(arg.name)) and (arg.type.dtype, arg.type.dims) != ("i32", expected):
+            yield f"%{arg.name} is {arg.type.dtype}[{', '.join(arg.type.dims)}]; expected i32[{', '.join(expected)}]"
+        if arg.name in SHAPES and (wrong := set(arg.type.dims) & {*AT_HAND}):
+            yield f"%{arg.name} has {', '.join(sorted(wrong))} rows; expected those of the call, Rq or Rk"
+        if arg.name.lower() in module.tensors_of_kernels and (wrong := set(arg.type.dims) & {*AT_HAND.values()}):
+            yield f"%{arg.name} has {', '.join(sorted(wrong))} rows; expected those of the whole sequence"
+    for loop in tile_loops(kernel) if module.phase != "logical" else []:
+        for e in (e for pair in loop.ranges for e in pair):
+            if not _is_position(kernel, e, loop.var):
+                whole = f"`{to_text(e)}`, a tile of the whole sequence"
+                yield f"%{loop.name} runs to or from {whole}; expected 0 or a position in %{CHUNK_RANKS[loop.var][0]}"
+    for config in module.configs(kernel.name, kernel.backend or ""):
+        if module.chunk % config.block_q or module.chunk % config.block_kv:
+            yield f"{config.device}: tiles of {config.tile} do not divide chunks of {module.chunk} rows"
+
+
+def _is_position(kernel: Kernel, e: Expr, axis: str) -> bool:
+    """True if a bound is 0 or a position in the ranks of chunks, or a position of such a bound in a list of blocks."""
+    if e == 0:
+        return True
+    op = kernel.op(str(e)) if str(e) in kernel.graph else None
+    if not isinstance(op, ListPosition):
+        return False
+    return isinstance(kernel.op(op.src), Arg) or _is_position(kernel, op.tile, axis)
