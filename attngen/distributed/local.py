@@ -1,0 +1,78 @@
+"""What one rank computes: attention of some chunks of queries with some chunks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+Stats = dict[str, torch.Tensor]
+
+
+class LocalKernel(Protocol):
+    """Attention of any chunks of a sequence, computed on one rank. Masks, scores and dropout are of positions in the
+    whole sequence.
+
+    digest: a name that is equal on all ranks if they compute the same.
+    rows: names of the row vectors that `forward` returns, "lse" among them.
+    learned: names of the inputs that have a gradient.
+    sinks: names of the inputs that are a logit of each row of scores, such as a sink. Such a logit takes part in a
+        row's softmax once, however many parts its keys are divided into; -inf removes it, and its gradient is then 0.
+    dims: for each input that is a tensor the names of its dimensions, such as ("Hq",) or ("B", "Nk"). "Hq" and "Hkv"
+        are heads; inputs are given in part along them where a rank computes a part of the heads, and whole along all
+        other dimensions.
+    """
+
+    digest: str
+    rows: tuple[str, ...]
+    learned: tuple[str, ...]
+    sinks: tuple[str, ...]
+    dims: Mapping[str, tuple[str, ...]]
+
+    def needs_all_heads(self, inputs: Mapping[str, Any]) -> str:
+        """Return why a rank cannot compute a part of the heads, as a clause such as "dropout counts heads"; empty text
+        if it can."""
+        ...
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_chunks: tuple[int, ...],
+        kv_chunks: tuple[int, ...],
+        inputs: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, Stats]:
+        """Return the output [B, Hq, rows of q_chunks, Dv] in q's dtype, and `rows`, fp32 [B, Hq, rows of q_chunks].
+
+        q: [B, Hq, rows of q_chunks, D]. k, v: [B, Hkv, rows of kv_chunks, D or Dv]. Any strides with the last
+        dimension contiguous. q_chunks, kv_chunks: numbers of chunks of the layout, in rising order, which may
+        be none. inputs: the other arguments of a call by name, tensors and numbers.
+
+        "lse" is the natural logarithm. A row that sees no key of kv_chunks has output 0 and an LSE of -inf, or of its
+        sink.
+        """
+        ...
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        stats: Stats,
+        q_chunks: tuple[int, ...],
+        kv_chunks: tuple[int, ...],
+        inputs: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the gradients of q, k and v, and those of learned inputs by name, of these chunks.
+
+        out and stats are those of the rows' softmax over all keys of the sequence, from which probabilities
+        exp(score - lse) and delta = rowsum(out * grad_out) - grad_lse follow. grad_lse is None if it is zero.
+        Gradients of q, k and v have their dtype or fp32; those of inputs have any floating-point dtype. A sink's is
+        -exp(sink - lse) * delta, summed over rows, so it is counted once if only one part of the keys has the sink.
+        """
+        ...
