@@ -1,0 +1,238 @@
+"""A rank's part of a sequence: its rows, the other ranks, and what is sent where at a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from attngen.distributed.agreement import agree, digest
+from attngen.distributed.collectives import Chunks, Route, gather, route
+from attngen.distributed.layout import Layout
+
+METHODS = ("all_gather", "ring", "ulysses", "ulysses+all_gather", "ulysses+ring")
+Steps = Sequence[Sequence[tuple[int, bool]]]
+
+
+def without_heads(layout: Layout, ranks: int) -> Layout:
+    """Return the layout over groups of `ranks` consecutive ranks, each of which holds the rows of its ranks. It is the
+    layout that `needs` and `steps` of a Ulysses method are about."""
+    groups = range(0, layout.ranks, ranks)
+    owned = (tuple(sorted(c for chunks in layout.owned[i : i + ranks] for c in chunks)) for i in groups)
+    return Layout(layout.seq_len, layout.chunk, tuple(owned))
+
+
+class Shard:
+    """This rank's part of a sequence, and the plan of transfers. All ranks make it with equal arguments.
+
+    layout: the rows of each rank; rank r of the layout is rank r of the group, or number r of the mesh in row-major
+        order.
+    mesh: a process group or a mesh of one dimension; with a method "ulysses+..." a mesh of two dimensions, of which the
+        second is exchanged for heads.
+    method: how keys get to queries:
+        "all_gather": each rank receives the chunks of K and V that its queries see, then computes in one launch;
+        "ring": K and V of the ranks go round; a rank computes with those of one rank while it receives the next;
+        "ulysses": rows are exchanged for heads, so that each rank computes some heads of the whole sequence;
+        "ulysses+all_gather", "ulysses+ring": Ulysses within rows of the mesh, the other method between them.
+    needs: with all_gather, for each rank the numbers of the chunks of keys that its queries see, in rising order.
+    steps: with ring, for each step and rank the rank whose keys it computes with, and whether its queries see any of
+        them. In step 0 each rank has its own. A step in which no rank sees anything may be left out.
+        With a Ulysses method, needs and steps are those of `without_heads(layout, mesh.size(1))`.
+
+    Raises:
+        ValueError: one sentence: the mesh, the layout and the plan do not fit each other.
+    """
+
+    def __init__(
+        self, layout: Layout, mesh: Any, method: str = "all_gather", needs: Any = (), steps: Steps = ()
+    ) -> None:
+        if method not in METHODS:
+            raise ValueError(f"shard: method is {method!r}; expected one of {', '.join(METHODS)}")
+        of_mesh = isinstance(mesh, DeviceMesh)
+        self.layout, self.mesh, self.method = layout, mesh, method
+        self.groups: list[Any] = mesh.get_all_groups() if of_mesh else [mesh]
+        dims = 2 if "+" in method else 1
+        if len(self.groups) != dims:
+            raise ValueError(
+                f"shard: the mesh has {len(self.groups)} dimensions; expected {dims} with method {method!r}"
+            )
+        sizes = [dist.get_world_size(group) for group in self.groups]
+        ranks = [dist.get_rank(group) for group in self.groups]
+        self.rank = ranks[0] * sizes[1] + ranks[1] if dims == 2 else ranks[0]
+        if layout.ranks != sizes[0] * (sizes[1] if dims == 2 else 1):
+            raise ValueError(
+                f"shard: the layout is for {layout.ranks} ranks and the mesh has {sizes}; expected as many"
+            )
+        kind = mesh.device_type if of_mesh else "cuda" if dist.get_backend(mesh) == "nccl" else "cpu"
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        # Ulysses exchanges rows for heads within `heads_group`; then ranks of `sequence_group` hold `sequence`.
+        self.heads = sizes[-1] if method.startswith("ulysses") else 1
+        self.heads_group = self.groups[-1] if method.startswith("ulysses") else None
+        self.sequence_group = None if method == "ulysses" else self.groups[0]
+        self.sequence = without_heads(layout, self.heads)
+        self.at = self.rank // self.heads  # this rank's place in `sequence`
+        self.rings = method.endswith("ring")
+        everything = tuple(range(layout.chunks))
+        self.needs: tuple[Chunks, ...] = (everything,) if method == "ulysses" else tuple(map(tuple, needs))
+        self.steps = tuple(tuple((int(of), bool(sees)) for of, sees in step) for step in steps)
+        self._check()
+        self._agreed: set[bytes] = set()
+
+    def _check(self) -> None:
+        ranks = list(range(self.sequence.ranks))
+        if self.rings:
+            sources = [sorted(of for of, _ in step) for step in self.steps]
+            if not self.steps or [of for of, _ in self.steps[0]] != ranks or any(found != ranks for found in sources):
+                raise ValueError(
+                    f"shard: steps are {self.steps}; expected with a ring one or more steps, each with every one of "
+                    f"{len(ranks)} ranks as source of one rank, and in step 0 each rank as its own"
+                )
+            return
+        rising = all(list(chunks) == sorted(set(chunks) & set(range(self.layout.chunks))) for chunks in self.needs)
+        if len(self.needs) != len(ranks) or not rising:
+            raise ValueError(
+                f"shard: needs are {self.needs}; expected for each of {len(ranks)} ranks the numbers of chunks, from 0 "
+                f"to {self.layout.chunks - 1}, in rising order"
+            )
+
+    # ------------------------------------------------------------------ what the ranks share
+
+    @cached_property
+    def plan_digest(self) -> bytes:
+        return digest(self.layout.digest, self.method, self.needs, self.steps, self.heads)
+
+    def check_equal(self, call: bytes = b"\0" * 8, problem: str = "") -> None:
+        """Compare the plan with those of the other ranks; once, later calls return at once. All ranks have to call it.
+
+        call: digest of the sizes of a call, each of which is compared once. problem: what is wrong on this rank.
+
+        Raises:
+            ValueError: one sentence, the same on every rank.
+        """
+        if call in self._agreed:
+            if problem:
+                raise ValueError(f"attention: on rank {self.rank} {problem}")
+            return
+        agree(self.groups, self.device, self.plan_digest, call, problem)
+        self._agreed.add(call)
+
+    # ------------------------------------------------------------------ rows of this rank
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that this rank holds."""
+        return self.layout.rows(self.rank)
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """Positions of this rank's rows in the whole sequence, int64 [rows], on the mesh's device."""
+        chunks = (self.layout.rows_of(chunk) for chunk in self.layout.owned[self.rank])
+        return torch.tensor([row for chunk in chunks for row in chunk], dtype=torch.int64, device=self.device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def scatter(self, x: torch.Tensor, dim: int = 2) -> torch.Tensor:
+        """Return this rank's rows of x, which every rank has whole; differentiable.
+
+        x: any shape with `seq_len` rows in dimension `dim`. The gradient of x is whole on every rank: backwards gather.
+
+        Raises:
+            ValueError: one sentence: x has another number of rows.
+        """
+        if x.shape[dim] != self.layout.seq_len:
+            raise ValueError(
+                f"scatter: x has {x.shape[dim]} rows in dimension {dim}; expected the whole sequence's "
+                f"{self.layout.seq_len}"
+            )
+        found: torch.Tensor = _Scatter.apply(x, self, dim)  # type: ignore[no-untyped-call]
+        return found
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gather(self, x: torch.Tensor, dim: int = 2) -> torch.Tensor:
+        """Return the whole tensor on every rank, of which each rank has its rows; differentiable. All ranks call it.
+
+        x: any shape with this rank's rows in dimension `dim`; the other dimensions are equal on all ranks. The gradient
+        of the result has to be the same on every rank, as of a loss that every rank computes; each takes its rows.
+
+        Raises:
+            ValueError: one sentence, the same on every rank: on some rank x has another number of rows.
+        """
+        found: torch.Tensor = _Gather.apply(x, self, dim)  # type: ignore[no-untyped-call]
+        return found
+
+    # ------------------------------------------------------------------ routes of rows
+
+    @cached_property
+    def to_needs(self) -> Route:
+        """The route of K and V from the ranks that hold chunks to the ranks that need them."""
+        return route(self.sequence, self.sequence.owned, self.needs, self.at)
+
+    @cached_property
+    def from_needs(self) -> Route:
+        """The route of parts of dK and dV back to the ranks that hold the chunks."""
+        return route(self.sequence, self.needs, self.sequence.owned, self.at)
+
+    @cached_property
+    def to_all(self) -> Route:
+        """The route of rows to all ranks."""
+        everything = tuple(range(self.layout.chunks))
+        return route(self.sequence, self.sequence.owned, [everything] * self.sequence.ranks, self.at)
+
+    @cached_property
+    def to_heads(self) -> Route:
+        """The route of rows within the group that exchanges rows for heads."""
+        sources, targets = self._of_heads
+        return route(self.layout, sources, targets, self.rank % self.heads)
+
+    @cached_property
+    def from_heads(self) -> Route:
+        """The route of rows back to the ranks that hold them."""
+        sources, targets = self._of_heads
+        return route(self.layout, targets, sources, self.rank % self.heads)
+
+    @property
+    def _of_heads(self) -> tuple[list[Chunks], list[Chunks]]:
+        first = self.at * self.heads
+        return list(self.layout.owned[first : first + self.heads]), [self.sequence.owned[self.at]] * self.heads
+
+
+def _local(x: torch.Tensor, shard: Shard, dim: int) -> torch.Tensor:
+    return x.index_select(dim, shard.position_ids.to(x.device))
+
+
+def _whole(x: torch.Tensor, shard: Shard, dim: int) -> torch.Tensor:
+    rows = x.shape[dim]
+    problem = "" if rows == shard.rows else f"gather's x has {rows} rows in dimension {dim}; expected {shard.rows}"
+    others = [size for at, size in enumerate(x.shape) if at != dim % x.dim()]
+    shard.check_equal(digest("gather", others, x.dtype), problem)
+    found = x.movedim(dim, 0)
+    if shard.heads_group is not None:
+        (found,) = gather([found], shard.to_heads, shard.heads_group)
+    if shard.sequence_group is not None:
+        (found,) = gather([found], shard.to_all, shard.sequence_group)
+    return found.movedim(0, dim)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shard: Shard, dim: int) -> torch.Tensor:
+        ctx.shard, ctx.dim = shard, dim
+        return _local(x, shard, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _whole(grad, ctx.shard, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shard: Shard, dim: int) -> torch.Tensor:
+        ctx.shard, ctx.dim = shard, dim
+        return _whole(x, shard, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _local(grad, ctx.shard, ctx.dim), None, None
