@@ -1,0 +1,208 @@
+"""The forward and the backward of a call on one rank: local kernels and the transfers between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attngen.distributed.collectives import Transfer, add_parts, gather, heads_to_rows, rows_to_heads
+from attngen.distributed.local import LocalKernel, Stats
+from attngen.distributed.merge import merge
+from attngen.distributed.shard import Shard
+
+Inputs = Mapping[str, Any]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def rows_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return views [rows, B, H, ...] of tensors [B, H, rows, ...]."""
+    return [x.movedim(2, 0) for x in tensors]
+
+
+def rows_third(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return views [B, H, rows, ...] of tensors [rows, B, H, ...]."""
+    return [x.movedim(0, 2) for x in tensors]
+
+
+# ---------------------------------------------------------------------- Ulysses
+
+
+def to_heads(shard: Shard, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Exchange rows for heads if the method is a Ulysses one: [B, H, this rank's rows, ...] becomes [B, this rank's
+    heads, rows of its group, ...]."""
+    if shard.heads_group is None:
+        return list(tensors)
+    return rows_third(*rows_to_heads(rows_first(*tensors), shard.to_heads, shard.heads_group))
+
+
+def from_heads(shard: Shard, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Undo `to_heads`."""
+    if shard.heads_group is None:
+        return list(tensors)
+    return rows_third(*heads_to_rows(rows_first(*tensors), shard.from_heads, shard.heads_group))
+
+
+def _of_heads(shard: Shard, x: torch.Tensor, dims: tuple[str, ...]) -> torch.Tensor:
+    """Return a view of this rank's heads of an input that is whole. A dimension of 1 is for all heads."""
+    for dim, name in enumerate(dims):
+        if name in ("Hq", "Hkv") and x.shape[dim] > 1:
+            heads = x.shape[dim] // shard.heads
+            x = x.narrow(dim, shard.rank % shard.heads * heads, heads)
+    return x
+
+
+def inputs_of_heads(kernel: LocalKernel, shard: Shard, inputs: Inputs) -> Inputs:
+    """Return the inputs of this rank's heads."""
+    if shard.heads == 1:
+        return inputs
+    return {
+        name: _of_heads(shard, x, kernel.dims.get(name, ())) if isinstance(x, torch.Tensor) else x
+        for name, x in inputs.items()
+    }
+
+
+def whole_gradient(
+    kernel: LocalKernel, shard: Shard, name: str, x: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of a whole input x, fp32, from that of this rank's heads: 0 for other heads."""
+    whole = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    part = _of_heads(shard, whole, kernel.dims.get(name, ())) if shard.heads > 1 else whole
+    part.copy_(gradient)
+    return whole
+
+
+# ---------------------------------------------------------------------- over the sequence
+
+
+def forward(
+    kernel: LocalKernel, shard: Shard, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs
+) -> tuple[torch.Tensor, Stats]:
+    """Return the output of this rank's queries and their row vectors, from tensors that have this rank's heads."""
+    if shard.rings:
+        return _ring_forward(kernel, shard, q, k, v, inputs)
+    k, v = _gathered(shard, k, v)
+    return kernel.forward(q, k, v, shard.sequence.owned[shard.at], shard.needs[shard.at], inputs)
+
+
+def backward(
+    kernel: LocalKernel,
+    shard: Shard,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: Stats,
+    inputs: Inputs,
+) -> Gradients:
+    """Return the gradients of this rank's q, k and v, and this rank's part of those of learned inputs."""
+    if shard.rings:
+        return _ring_backward(kernel, shard, grad_out, grad_lse, q, k, v, out, stats, inputs)
+    chunks = shard.sequence.owned[shard.at], shard.needs[shard.at]
+    k, v = _gathered(shard, k, v)
+    dq, dk, dv, gradients = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, inputs)
+    if shard.sequence_group is not None:
+        dk, dv = rows_third(*add_parts(rows_first(dk, dv), shard.from_needs, shard.sequence_group))
+    return dq, dk, dv, gradients
+
+
+def _gathered(shard: Shard, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Return the chunks of K and V that this rank needs."""
+    if shard.sequence_group is None:
+        return [k, v]
+    return rows_third(*gather(rows_first(k, v), shard.to_needs, shard.sequence_group))
+
+
+class _PassedOn:
+    """Tensors of one source rank on their way from each rank to the one that computes with them next."""
+
+    def __init__(self, shard: Shard, tensors: list[torch.Tensor], now: list[int], then: list[int]) -> None:
+        """now, then: the source whose tensors each rank has, and will have."""
+        me, layout = shard.at, shard.sequence
+        giver, taker = now.index(then[me]), then.index(now[me])
+        if giver == me:
+            self.transfer, self.tensors = None, tensors
+            return
+        self.tensors = [x.new_empty((layout.rows(then[me]), *x.shape[1:])) for x in tensors]
+        sends, receives = [(taker, x) for x in tensors], [(giver, x) for x in self.tensors]
+        self.transfer = Transfer(sends, receives, shard.sequence_group)
+
+    def wait(self) -> list[torch.Tensor]:
+        if self.transfer:
+            self.transfer.wait()
+        return self.tensors
+
+
+def _without_sinks(kernel: LocalKernel, inputs: Inputs) -> Inputs:
+    return {name: torch.full_like(x, -torch.inf) if name in kernel.sinks else x for name, x in inputs.items()}
+
+
+def _ring_forward(
+    kernel: LocalKernel, shard: Shard, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs
+) -> tuple[torch.Tensor, Stats]:
+    """Step 0 is computed even if it sees nothing: its part has the sinks, and is the result of rows without keys."""
+    layout, me = shard.sequence, shard.at
+    sources = [[source for source, _ in step] for step in shard.steps]
+    held = [x.contiguous() for x in rows_first(k, v)]
+    out = lse = q.new_empty(0)
+    for step, row in enumerate(shard.steps):
+        last = step + 1 == len(sources)
+        coming = None if last else _PassedOn(shard, held, sources[step], sources[step + 1])
+        source, sees = row[me]
+        if sees or step == 0:
+            chunks = layout.owned[me], layout.owned[source]
+            given = inputs if step == 0 else _without_sinks(kernel, inputs)
+            k, v = rows_third(*held)
+            part, stats = kernel.forward(q, k, v, *chunks, given)
+            if step == 0:
+                out, lse = part.float(), stats["lse"].clone()
+            else:
+                merge(out, lse, part, stats["lse"])
+        held = coming.wait() if coming else held
+    return out.to(q.dtype), {"lse": lse}
+
+
+def _ring_backward(
+    kernel: LocalKernel,
+    shard: Shard,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: Stats,
+    inputs: Inputs,
+) -> Gradients:
+    """Sums of dK and dV follow their K and V in fp32, one transfer later, since a rank adds its part before it sends
+    them on. Parts are added in the order of steps."""
+    layout, me = shard.sequence, shard.at
+    sources = [[source for source, _ in step] for step in shard.steps]
+    held = [x.contiguous() for x in rows_first(k, v)]
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in held]
+    dq = torch.zeros_like(q, dtype=torch.float32)
+    gradients: dict[str, torch.Tensor] = {}
+    following = None
+    for step, row in enumerate(shard.steps):
+        home = step + 1 == len(sources)
+        coming = None if home else _PassedOn(shard, held, sources[step], sources[step + 1])
+        source, sees = row[me]
+        parts: list[torch.Tensor] = []
+        if sees or step == 0:
+            chunks = layout.owned[me], layout.owned[source]
+            given = inputs if step == 0 else _without_sinks(kernel, inputs)
+            k, v = rows_third(*held)
+            dq_part, *parts, of_inputs = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, given)
+            dq += dq_part
+            for name, gradient in of_inputs.items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient.float()
+        sums = following.wait() if following else sums
+        for total, part in zip(sums, rows_first(*parts)):
+            total += part
+        following = _PassedOn(shard, sums, sources[step], list(range(layout.ranks)) if home else sources[step + 1])
+        held = coming.wait() if coming else held
+    dk, dv = rows_third(*following.wait()) if following else rows_third(*sums)
+    return dq, dk, dv, gradients
