@@ -195,6 +195,54 @@ DEVICES = {
 }
 
 
+@dataclass(frozen=True)
+class Links:
+    """How the GPUs of a kind are joined: the bytes/s of one GPU each way, inside a node and between nodes, the bytes of
+    its memory, and the GPUs of a node."""
+
+    nvlink_bytes_per_s: float
+    network_bytes_per_s: float
+    memory_bytes: float
+    gpus: int
+    source: str
+
+
+LINKS = {
+    "A100": Links(
+        300e9,
+        25e9,
+        80e9,
+        8,
+        "NVIDIA A100 80GB datasheet (SXM4), 2021: NVLink 600 GB/s both ways together; "
+        "DGX A100 datasheet: a 200 Gb/s HDR port for each GPU",
+    ),
+    "H100": Links(
+        450e9,
+        50e9,
+        80e9,
+        8,
+        "NVIDIA H100 datasheet (SXM), 2022: NVLink 900 GB/s both ways together, 80 GB; "
+        "DGX H100 datasheet: a 400 Gb/s NDR port (ConnectX-7) for each GPU",
+    ),
+    "H200": Links(
+        450e9,
+        50e9,
+        141e9,
+        8,
+        "NVIDIA H200 datasheet (SXM), 2024: NVLink 900 GB/s both ways together, 141 GB; "
+        "DGX H200 datasheet: a 400 Gb/s NDR port (ConnectX-7) for each GPU",
+    ),
+    "B200": Links(
+        900e9,
+        50e9,
+        180e9,
+        8,
+        "NVIDIA DGX B200 datasheet, 2024: NVLink 14.4 TB/s of 8 GPUs both ways together, 1,440 GB, "
+        "a 400 Gb/s NDR port (ConnectX-7) for each GPU",
+    ),
+}
+
+
 def class_of(arch: tuple[int, int] | str) -> DeviceClass:
     """Return the class whose schedules a GPU uses: of a CUDA device by its compute capability, of a HIP device by its
     architecture, such as gfx942:sramecc+."""

@@ -115,3 +115,20 @@ MOST_THREADS = 1024  # maximum threads of a program, on all devices
 # ---------------------------------------------------------------- rematerialization in loops
 
 WIDE = 128  # width from which an accumulator's loop has no registers to spare (docs/perf-log.md, section 10)
+
+# ---------------------------------------------------------------- predictions of context parallelism
+
+# Share of the peak that kernels reach in long sequences, without what is counted apart (edges of tiles, last programs):
+# measured on one H200, causal, 32 query heads on 8, head_dim 128, 256k tokens: 633 TFLOP/s in the forward, 547 in
+# forward and backward together, of 989.
+REACHED_FORWARD, REACHED_BACKWARD = 0.64, 0.525
+# Share of a link's bytes/s that transfers reach. NVLink: measured on two H200, 246 GB/s in an all-gather, 273 GB/s in
+# sends both ways, of 450. Between nodes: assumed, not measured.
+REACHED_GATHER, REACHED_SEND, REACHED_NETWORK = 246 / 450, 273 / 450, 0.9
+LINK_LATENCY, NETWORK_LATENCY = 15e-6, 30e-6  # seconds of a transfer without bytes; assumed, not measured
+LAUNCH_SECONDS = 5e-6  # seconds of a launch without work; assumed, not measured
+# Share of the longest program's time for which the device is not full at the end of a launch, which starts with its
+# longest programs: assumed, not measured.
+LAST_PROGRAMS = 0.5
+PLANNED_TILE = 128  # rows and keys of a tile, by which partial tiles at edges of the mask are counted
+MOST_CHUNKS = 2048  # of a sequence for which `attngen explain --gpus` counts scores
