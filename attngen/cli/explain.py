@@ -10,6 +10,8 @@ import typer
 
 from attngen.cli.common import GENERATED, SpecPath, lower
 from attngen.cli.console import head_dim, out
+from attngen.cli.conventions import choice
+from attngen.devices import LINKS
 from attngen.errors import AttngenError
 
 if TYPE_CHECKING:
@@ -27,6 +29,12 @@ Kernels = typer.Option("--kernels", help="also each kernel: bytes, shared memory
 Loops = typer.Option("--loops", help="also the ranges of each loop over tiles")
 Formulas = typer.Option("--formulas", help="also closed forms of FLOPs, bytes, shared memory")
 Json = typer.Option("--json", help="print the answers as JSON instead")
+Theory = typer.Option("--theory", help="theorems instead: closed forms, orders, limits")
+Gpus = typer.Option(
+    "--gpus", min=1, max=1024, help="context parallelism instead, on nodes of as many GPUs [default: 8]"
+)
+Nodes = typer.Option("--nodes", min=1, max=1024, help="context parallelism instead, on as many nodes [default: 1]")
+Kind = choice(list(LINKS), help="with --gpus or --nodes: which GPUs")
 
 
 DETAILS = """
@@ -50,11 +58,14 @@ def explain(
     loops: Annotated[bool, Loops] = False,
     formulas: Annotated[bool, Formulas] = False,
     as_json: Annotated[bool, Json] = False,
-    theory: Annotated[bool, typer.Option("--theory", help="theorems instead: closed forms, orders, limits")] = False,
+    theory: Annotated[bool, Theory] = False,
     model: Annotated[
         str | None, typer.Option(help="with --theory, for a layer of this model, such as llama-70b")
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page to this .html file instead")] = None,
+    gpus: Annotated[int | None, Gpus] = None,
+    nodes: Annotated[int | None, Nodes] = None,
+    device: Annotated[str, Kind] = "H200",
 ) -> None:
     """Show if a spec fits, its least time, and which kernels run.
 
@@ -69,33 +80,58 @@ def explain(
     attngen explain causal_gqa --json
     attngen explain causal_gqa --theory --model llama-70b -n 131072
     attngen explain causal_mqa --html causal_mqa.html
+    attngen explain causal_gqa --gpus 8 --nodes 16 -n 1000000
     """
-    from attngen.cost.models import find_model
-    from attngen.cost.roofline import Problem
-    from attngen.report.theory import explain_theory
     from attngen.spec import load_spec
 
     loaded = load_spec(spec)
+    cluster = (device, gpus or 8, nodes or 1) if gpus is not None or nodes is not None else None
+    _check_options(theory, as_json, html, model, cluster)
+    problem, sizes = _problem(spec, loaded, n, batch, heads or (32 if cluster else None), kv_heads, model)
+    parts = [part for part, asked in (("kernels", kernels), ("loops", loops), ("formulas", formulas)) if asked]
+    if cluster is not None:
+        _print_cluster(spec, loaded, problem, cluster, formulas)
+    elif html is not None:
+        _write_page(spec, loaded, problem, html)
+    elif as_json:
+        _print_json(spec, loaded, problem)
+    elif theory:
+        _print_theory(spec, loaded, problem, sizes)
+    else:
+        for part in _explanation(spec, loaded, problem, parts):
+            out.print(part)
+
+
+def _check_options(theory: bool, as_json: bool, html: Path | None, model: str | None, cluster: Any) -> None:
+    """Raise AttngenError for options that exclude each other."""
+    if cluster is not None and (theory or as_json or html is not None or model is not None):
+        raise AttngenError(
+            "--gpus and --nodes print tables of their own; leave out --theory, --json, --html and --model"
+        )
     if html is not None and theory:
         raise AttngenError("--html is a page of what `explain` shows without --theory; expected one of them")
     if as_json and (theory or html is not None):
         raise AttngenError("--json prints what `explain` shows without --theory and --html; expected one of them")
     if model is not None and not theory:
         raise AttngenError("--model is for the numbers of --theory; expected both or neither")
+
+
+def _problem(
+    path: Path, spec: Spec, n: int, batch: int, heads: int | None, kv_heads: int | None, model: str | None
+) -> tuple[Problem, Model | None]:
+    """Return the sizes of the options, and the model that they name."""
+    from attngen.cost.models import find_model
+    from attngen.cost.roofline import Problem
+
     sizes = find_model(model) if model is not None else None
-    heads, shared = _head_counts(spec, loaded, heads, kv_heads, sizes)
-    problem = Problem(batch, heads, shared, n, n)
-    if html is not None:
-        _write_page(spec, loaded, problem, html)
-        return
-    if as_json:
-        _print_json(spec, loaded, problem)
-        return
-    parts = [part for part, asked in (("kernels", kernels), ("loops", loops), ("formulas", formulas)) if asked]
-    shown = (
-        explain_theory(lower(spec, loaded), problem, sizes) if theory else _explanation(spec, loaded, problem, parts)
-    )
-    for part in shown:
+    return Problem(batch, *_head_counts(path, spec, heads, kv_heads, sizes), n, n), sizes
+
+
+def _print_theory(path: Path, spec: Spec, problem: Problem, model: Model | None) -> None:
+    """Print the output of --theory."""
+    from attngen.report.theory import explain_theory
+
+    for part in explain_theory(lower(path, spec), problem, model):
         out.print(part)
 
 
@@ -122,6 +158,26 @@ def _head_counts(
     if heads % shared:
         raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
     return heads, shared
+
+
+def _print_cluster(path: Path, spec: Spec, problem: Problem, cluster: tuple[str, int, int], formulas: bool) -> None:
+    """Print the output of --gpus and --nodes. Inputs of the mask are typical ones."""
+    from attngen.conformance.cases import make_mask_workload
+    from attngen.distributed.model import Cluster, Heads
+    from attngen.distributed.visible import count
+    from attngen.heuristics import MOST_CHUNKS, PLANNED_TILE
+    from attngen.ir.dtypes import ELEMENTS
+    from attngen.ir.sizes import Sizes
+    from attngen.report.distributed import explain_cluster
+
+    n, heads, kv_heads = problem.n_q, problem.q_heads, problem.kv_heads
+    inputs = make_mask_workload(spec, Sizes(1, heads, kv_heads, n, n))
+    chunk = PLANNED_TILE * -(-n // (PLANNED_TILE * MOST_CHUNKS))
+    visible = count(lower(path, spec), n, chunk, inputs, q_heads=heads, kv_heads=kv_heads)
+    elem = min(ELEMENTS[dtype].bytes for dtype in spec.dtype)
+    sizes = Heads(problem.batch, heads, kv_heads, spec.head_dim.qk, spec.head_dim.v, elem)
+    for part in explain_cluster(spec.name, visible, Cluster(*cluster), sizes, formulas):
+        out.print(part)
 
 
 def _lowered(path: Path, spec: Spec) -> tuple[Module, list[str]]:

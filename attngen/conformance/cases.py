@@ -97,12 +97,22 @@ def make_workload(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str) -> 
     including those on the diagonal."""
     generator = torch.Generator().manual_seed(0)
     inputs = _placed(spec, dtype, device, lambda part: part.workload(sizes, generator))
+    return inputs | _workload_blocks(spec, sizes, generator, device)
+
+
+def make_mask_workload(spec: Spec, sizes: Sizes) -> dict[str, Any]:
+    """Return those of `make_workload` that the mask reads, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    return {**spec.mask.workload(sizes, generator), **_workload_blocks(spec, sizes, generator, "cpu")}
+
+
+def _workload_blocks(spec: Spec, sizes: Sizes, generator: torch.Generator, device: str) -> dict[str, Any]:
     blocks = spec.mask.blocks()
-    if blocks and not blocks.pattern:
-        rows, columns = (-(-n // blocks.size) for n in (sizes.n_q, sizes.n_kv))
-        table = torch.rand(1, 1, rows, columns, generator=generator) < 0.5
-        inputs["block_mask"] = (table | torch.eye(rows, columns, dtype=torch.bool)).to(device)
-    return inputs
+    if not blocks or blocks.pattern:
+        return {}
+    rows, columns = (-(-n // blocks.size) for n in (sizes.n_q, sizes.n_kv))
+    table = torch.rand(1, 1, rows, columns, generator=generator) < 0.5
+    return {"block_mask": (table | torch.eye(rows, columns, dtype=torch.bool)).to(device)}
 
 
 def _placed(
