@@ -38,7 +38,6 @@ TOLERANCE = 0.02  # greatest work of a rank above the mean
 # Scores of a head whose computation takes as long as the transfer of a row of keys and values between nodes: 32 query
 # heads on 8, head_dim 128, bf16, at 50 GB/s and 600 TFLOP/s. Within a node it is a fifth.
 ROW = 3000
-MOST_PIECES = 1024  # pieces whose exchanges are compared by the rows to receive
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,11 @@ def balance(visible: Visible, ranks: int, method: Balance = "auto", tolerance: f
         raise AttngenError(f"a layout over {ranks} ranks; expected at least one")
     if method != "auto":
         return _judged(visible, CANDIDATES[method](visible, ranks), method)
-    found = [
-        _judged(visible, owned, name)
-        for name, candidate in CANDIDATES.items()
-        for owned in _improved(visible, candidate(visible, ranks), tolerance)
-    ]
+    made = dict[tuple[tuple[int, ...], ...], tuple[Owned, str]]()  # each assignment once
+    for name, candidate in CANDIDATES.items():
+        for owned in _improved(visible, candidate(visible, ranks), tolerance):
+            made.setdefault(tuple(map(tuple, owned)), (owned, name))
+    found = [_judged(visible, *each) for each in made.values()]
 
     def cost(b: Balanced) -> float:
         return ((1 + b.excess) * visible.total + ROW * b.received) / ranks
@@ -138,7 +137,7 @@ def _improved(visible: Visible, owned: Owned, tolerance: float) -> Iterator[Owne
     while True:
         if excess(visible, owned) > tolerance:
             owned = balance_work(visible, owned, length, tolerance / 2)
-        if len(visible.work) <= MOST_PIECES * length and excess(visible, owned) <= tolerance:
+        if excess(visible, owned) <= tolerance:
             owned = lower_received(visible, owned, length, tolerance)
         yield owned
         if length == 1:

@@ -16,6 +16,7 @@ from attngen.distributed.visible import Visible
 Owned = list[list[int]]  # the chunks of each rank
 BUDGET = 1 << 31  # multiplications in a search for fewer rows to receive
 MOST_ROUNDS = 50  # rounds of exchanges with pieces of one length
+MOST_OFFERED = 128  # pieces of the rank with the most work that are compared with all others, from light to heavy ones
 
 
 def received(visible: Visible, owned: Owned) -> int:
@@ -62,6 +63,8 @@ def balance_work(visible: Visible, owned: Owned, length: int, tolerance: float) 
         mine, others = np.flatnonzero(ranks == top), np.flatnonzero(ranks != top)
         if load[top] * len(load) <= (1 + tolerance) * load.sum() or not len(mine) or not len(others):
             break
+        mine = mine[np.argsort(pieces.work[mine], kind="stable")]
+        mine = mine[np.linspace(0, len(mine) - 1, min(len(mine), MOST_OFFERED)).astype(int)]
         moved = pieces.work[mine][:, None] - pieces.work[others][None]
         larger = np.maximum(load[top] - moved, load[ranks[others]][None] + moved)
         a, b = np.unravel_index(int(larger.argmin()), larger.shape)
@@ -78,13 +81,13 @@ def lower_received(visible: Visible, owned: Owned, length: int, tolerance: float
     """Return the assignment after rounds of exchanges that each lower the rows to receive, and that keep the work of
     each rank at most `tolerance` above the mean. In a round each rank takes part in one exchange."""
     pieces = cut(visible, owned, length)
-    if len(pieces.ranks) < 2:
+    rounds = min(MOST_ROUNDS, BUDGET // (max(1, len(pieces.ranks)) ** 2 * len(visible.work)))
+    if len(pieces.ranks) < 2 or not rounds:
         return owned
     ranks, load = pieces.ranks.copy(), np.array([int(visible.work[chunks].sum()) for chunks in owned])
     limit = (1 + tolerance) * load.sum() / len(load)
     search = _Search(visible, owned, pieces)
-    cost = len(pieces.ranks) ** 2 * len(visible.work)
-    for _ in range(max(1, min(MOST_ROUNDS, BUDGET // cost))):
+    for _ in range(rounds):
         now, gain = search.rows_by_rank(ranks), search.rows_after(ranks)
         change = gain + gain.T - now[ranks][:, None] - now[ranks][None]
         moved = pieces.work[:, None] - pieces.work[None]  # from the first piece's rank to the other's
