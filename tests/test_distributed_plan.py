@@ -32,6 +32,7 @@ from attngen.distributed.transfers import METHODS, Plan, divided, elements, plan
 from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError
 from attngen.ir.sizes import Sizes
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, load_spec
 from tests.helpers import ROOT
 
@@ -72,6 +73,30 @@ def test_counts_are_those_of_the_oracle(name: str) -> None:
         expected = oracle(name, n, chunk, inputs)
         assert found.exact
         assert np.array_equal(found.scores * (2 * HEADS // found.planes), expected.sum(0)), (n, chunk)
+
+
+def test_counts_without_evaluation_miss_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attngen.distributed.visible.MOST_EVALUATED", 0)
+    bounded = set()
+    for name in NAMES:
+        inputs = random_inputs(name, 203, 0)
+        found = count(folder(name), 203, 32, inputs, q_heads=HEADS, kv_heads=HEADS)
+        excess = found.scores * (2 * HEADS // found.planes) - oracle(name, 203, 32, inputs).sum(0)
+        assert (excess >= 0).all()
+        assert not (found.exact and excess.any())
+        bounded |= set() if found.exact else {name}
+    assert "dilated_mha" in bounded
+    assert "causal_gqa" not in bounded
+
+
+def test_masks_may_depend_on_the_head() -> None:
+    spec = {"name": "heads", "head_dim": 64, "mask": {"expr": "kv_idx <= q_idx and q_idx - kv_idx < 16 * (h + 1)"}}
+    module = lower(Spec.model_validate(spec))
+    found = count(module, 200, 32, q_heads=3, kv_heads=3)
+    rows, keys = np.arange(200)[:, None], np.arange(200)
+    assert found.planes == 3
+    assert found.exact
+    assert found.total * 3 == sum(((keys <= rows) & (rows - keys < 16 * (h + 1))).sum() for h in range(3))
 
 
 def cases(seeds: int) -> Iterator[tuple[int, random.Random, Visible]]:
