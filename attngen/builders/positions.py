@@ -17,7 +17,7 @@ from attngen.ir.core import Op, Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import Launch
 from attngen.ir.module import Derived, Input, Module
-from attngen.ir.names import AT_HAND, CHUNK_RANKS, CHUNK_STARTS, WHOLE_LENGTHS
+from attngen.ir.names import AT_HAND, CHUNK_RANKS, CHUNK_STARTS, WHOLE_LENGTHS, of_sequence
 from attngen.ir.ops import Arg
 from attngen.lang.chunks import chunk_ranks
 
@@ -107,6 +107,25 @@ def with_chunk_inputs(module: Module) -> Module:
         inputs=(*map(of_whole_input, module.inputs), *chunk_inputs(module.chunk)),
         derived=(*map(of_whole_derived, module.derived), *chunk_derived(module.chunk)),
     )
+
+
+def without_chunks(module: Module) -> Module:
+    """Return the header of a module whose calls have chunks, as that of the same module with calls that have all
+    rows."""
+    if not module.chunk:
+        return module
+    own = {i.name for i in chunk_inputs(module.chunk)}
+    inputs = (
+        replace(i, shape=of_sequence(i.shape), options=tuple("=".join(of_sequence(o.split("="))) for o in i.options))
+        for i in module.inputs
+        if i.name not in own
+    )
+    derived = (
+        replace(d, shapes=tuple(map(of_sequence, d.shapes)), sources=of_sequence(d.sources))
+        for d in module.derived
+        if d.function != chunk_ranks.__name__
+    )
+    return replace(module, inputs=tuple(inputs), derived=tuple(derived), chunk=0)
 
 
 def with_lengths(module: Module) -> Module:

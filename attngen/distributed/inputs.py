@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from attngen.builders.positions import without_chunks
 from attngen.conformance.derive import function
 from attngen.errors import AttngenError
 from attngen.interp.host import execute_host
@@ -86,6 +87,7 @@ def mask_values(
     cu_seqlens: where each packed document starts, and the end of the last, for masks that read them.
     Raises AttngenError if an input of the mask is missing.
     """
+    module = without_chunks(module)
     given = {name: _array(x) for name, x in inputs.items()}
     if cu_seqlens is not None:
         starts = [i.name for i in module.inputs if _is_starts(i)]

@@ -63,7 +63,7 @@ class MemoryContext(ExpressionContext):
         row, start, index = self.row(axis), f"{axis}_start", f"{axis}_idx"
         lines = [f"{row} = {number} * {AXIS_DIM[axis]}"]
         if row != start and {start, index} & words:
-            lines.append(f"{start} = _position_of({CHUNK_STARTS[axis][0]}, {row})")
+            lines.append(f"{start} = _position_of({CHUNK_STARTS[axis][0]}, {row}, {AXIS_DIM[axis]})")
         return [*lines, *([f"{index} = {start} + {axis}_off"] if index in words else [])]
 
     def row(self, axis: str) -> str:

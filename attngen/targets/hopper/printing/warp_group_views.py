@@ -127,7 +127,8 @@ class WarpGroupContext(WgmmaContext):
         start = [f"{self._next_start()}, _order_seen = -1, 0"] if self._polls_ahead(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "reload_tile"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), self._index_count()
-        before |= {word for line in _read_by(rows, before) for word in re.findall(r"\w+", line)}
+        first = _read_by(rows, before) if self.kernel.places else rows
+        before |= {word for line in first for word in re.findall(r"\w+", line)} if self.kernel.places else set()
         numbers = list(enumerate(work.text["numbers"]))
         work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
         used = names_in([*of_tile, *body]) | set(
@@ -140,7 +141,7 @@ class WarpGroupContext(WgmmaContext):
             for name in params
             if name in used and (name in integers or name.startswith("stride_")) and name not in aligned
         ]
-        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*rows, *start]}), *body]
+        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*first, *start]}), *body]
         for node in body[at : at + 1]:
             later = names_in(body[at + 1 :])
             node.text["rows"] = _read_by(rows, later)
