@@ -17,9 +17,9 @@ from attngen.ir.core import Op, Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import Launch
 from attngen.ir.module import Derived, Input, Module
-from attngen.ir.names import AT_HAND, CHUNK_RANKS, CHUNK_STARTS, WHOLE_LENGTHS, of_sequence
+from attngen.ir.names import AT_HAND, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
 from attngen.ir.ops import Arg
-from attngen.lang.chunks import chunk_ranks
+from attngen.lang.chunks import chunk_positions
 
 LOOPS = {"q": "kv", "kv": "q"}  # program axis -> the axis that its loops run over
 
@@ -28,28 +28,31 @@ def chunk_inputs(chunk: int) -> tuple[Input, ...]:
     """Return the inputs of a module whose calls have chunks of `chunk` rows; none if it is 0."""
     if not chunk:
         return ()
-    sides = (("q", "queries", "Cq", "q_len"), ("kv", "keys", "Ck", "kv_len"))
+    rows = ("queries", "keys")
     starts = (
         Input(
-            f"{x}_chunks",
+            name,
             "i32",
             (dim,),
-            f"where each {chunk} {rows} of the call start in the whole sequence, in rising order",
+            f"where each {chunk} {what} of the call start in the whole sequence, in rising order",
             ("least=0", f"most={length}", "rising"),
         )
-        for x, rows, dim, length in sides
+        for (name, dim), what, length in zip(CHUNKS.values(), rows, WHOLE_LENGTHS.values())
     )
-    lengths = (Input(n, "i32", (), f"{rows} of the whole sequence", ("least=0",)) for _, rows, _, n in sides)
+    lengths = (
+        Input(n, "i32", (), f"{what} of the whole sequence", ("least=0",))
+        for what, n in zip(rows, WHOLE_LENGTHS.values())
+    )
     return *starts, *lengths
 
 
 def chunk_derived(chunk: int) -> tuple[Derived, ...]:
-    """Return the ranks of chunks, which follow from their starts; none without chunks."""
+    """Return what kernels read of the starts of chunks: positions of units, and their ranks; none without chunks."""
     if not chunk:
         return ()
-    names, shapes = zip(*((name.lower(), dims) for name, dims in CHUNK_RANKS.values()))
-    starts = [name.lower() for name, _ in CHUNK_STARTS.values()]
-    return (Derived(names, shapes, chunk_ranks.__name__, (*starts, *WHOLE_LENGTHS.values(), str(chunk))),)
+    names, shapes = zip(*((name.lower(), dims) for names in (STARTS, START_RANKS) for name, dims in names.values()))
+    sources = (*(name for name, _ in CHUNKS.values()), *WHOLE_LENGTHS.values(), str(chunk), str(chunk & -chunk))
+    return (Derived(names, shapes, chunk_positions.__name__, sources),)
 
 
 def whole(dims: Iterable[str]) -> tuple[str, ...]:
@@ -83,7 +86,7 @@ def chunk_args(axis: str, adds: bool) -> list[Arg]:
 
     axis: the program axis. adds: whether programs add in an order, which is computed from the ranks of their tiles.
     """
-    given = [*CHUNK_STARTS.values(), CHUNK_RANKS[LOOPS[axis]], *([CHUNK_RANKS[axis]] if adds else [])]
+    given = [*STARTS.values(), START_RANKS[LOOPS[axis]], *([START_RANKS[axis]] if adds else [])]
     return [Arg(name, "in", Type("i32", dims)) for name, dims in given]
 
 
@@ -123,7 +126,7 @@ def without_chunks(module: Module) -> Module:
     derived = (
         replace(d, shapes=tuple(map(of_sequence, d.shapes)), sources=of_sequence(d.sources))
         for d in module.derived
-        if d.function != chunk_ranks.__name__
+        if d.function != chunk_positions.__name__
     )
     return replace(module, inputs=tuple(inputs), derived=tuple(derived), chunk=0)
 

@@ -10,13 +10,14 @@ from attngen.codegen.host import sizes_of
 from attngen.codegen.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.module import Derived, Input
-from attngen.ir.names import BLOCKS, CHUNK_RANKS, CHUNK_STARTS, FOUND
+from attngen.ir.names import BLOCKS, CHUNKS, FOUND, START_RANKS, STARTS
 from attngen.ir.ops import Arg
 from attngen.scores import derive_functions
 
 PYTHON_TYPES = {"i32": "int", "f32": "float"}
 # Numbers of chunks, as source text.
-OF_CHUNKS = {dim: FOUND[dim] for names in (CHUNK_STARTS, CHUNK_RANKS) for _, (dim,) in names.values()}
+OF_CHUNKS = {dim: FOUND[dim] for names in (STARTS, START_RANKS) for _, (dim,) in names.values()}
+OF_CHUNKS |= {dim: FOUND[dim] for _, dim in CHUNKS.values()}
 # Types in the schemas of torch's operators.
 SCHEMA_TYPES = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
 

@@ -13,6 +13,7 @@ from attngen.interp.values import Evaluator, OutsideTensor, Program, Values, Win
 from attngen.ir.core import Access, Checks, Op
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, PADDED, axis_of, unpadded
 from attngen.ir.expr import Expr, symbol
+from attngen.ir.names import START_RANKS
 from attngen.ir.ops import (
     KIND,
     Append,
@@ -246,13 +247,18 @@ class MemoryOps(Evaluator):
 
     def _list_position(self, op: ListPosition, values: Values, cls: str) -> int:
         axis = self.kernel.ranked_axis(op)
-        rows = self.module.chunk if isinstance(self.kernel.op(op.src), Arg) else self.block_rows
-        return self.tiles_before(values[op.src], op.tile, rows // int(values[AXIS_DIM[axis]]), values)
-
-    def tiles_before(self, ranks: Any, tile: Expr, ratio: int, values: Values) -> int:
-        """The number of listed tiles before a tile. A block, or a chunk, has `ratio` tiles; ranks: the number of listed
-        ones before each."""
-        block, rest = divmod(int(self.expression(tile, values)), ratio)
+        if isinstance(self.kernel.op(op.src), Arg):
+            return self.tile_of_call(axis, op.tile, values)
+        ranks, ratio = values[op.src], self.tiles_in_a_block(axis, values)
+        block, rest = divmod(int(self.expression(op.tile, values)), ratio)
         before = int(ranks[block])
         listed = rest > 0 and ranks[block + 1] > before  # the tile's block is listed
         return before * ratio + (rest if listed else 0)
+
+    def tile_of_call(self, axis: str, tile: Expr, values: Values) -> int:
+        """The number of tiles that a call with chunks of a sequence has before a tile of the whole sequence."""
+        ranks, rows, size = values[START_RANKS[axis][0]], int(values[AXIS_DIM[axis]]), self.module.unit
+        unit, rest = divmod(int(self.expression(tile, values)) * rows, size)
+        before = int(ranks[unit])
+        has = rest > 0 and ranks[unit + 1] > before  # the call has the unit in which the tile starts
+        return (before * size + (rest if has else 0)) // rows

@@ -27,7 +27,7 @@ from attngen.ir.dims import AXIS_DIM, MEMBER, PADDED, WHOLE
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import BLOCK_LISTS, CHUNK_STARTS
+from attngen.ir.names import BLOCK_LISTS, STARTS
 from attngen.ir.ops import (
     KIND,
     Arg,
@@ -163,9 +163,9 @@ class Launch(MemoryOps, ArithmeticOps):
             return {axis: number}
         rows = values[AXIS_DIM[axis]]
         row = start = number * rows
-        if self.kernel.places and axis in CHUNK_STARTS:
-            starts = values[CHUNK_STARTS[axis][0]]
-            start = int(starts[row // self.module.chunk]) + row % self.module.chunk
+        if self.kernel.places and axis in STARTS:
+            unit, rest = divmod(row, self.module.unit)
+            start = int(values[STARTS[axis][0]][unit]) + rest
         return {f"_{axis}_row": row, f"{axis}_start": start, f"{axis}_idx": start + np.arange(rows)}
 
     def block(self, name: str, values: Values, cls: str) -> Program:

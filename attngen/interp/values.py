@@ -99,10 +99,5 @@ class Evaluator:
         return x if x.shape == shape else np.broadcast_to(x, shape)
 
     def tiles_in_a_block(self, axis: str, values: Values) -> int:
-        return self.block_rows // int(values[AXIS_DIM[axis]])
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a listed block."""
         assert self.module.blocks is not None
-        return self.module.blocks.size
+        return self.module.blocks.size // int(values[AXIS_DIM[axis]])

@@ -21,10 +21,9 @@ from attngen.interp.async_ops import AsyncOps
 from attngen.interp.pipelines import PipelineOps
 from attngen.interp.values import Program, Values
 from attngen.ir.core import Access, Block, Op, WarpGroup
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
+from attngen.ir.dims import AXIS_EXTENT, SIDES
 from attngen.ir.expr import Expr
 from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.names import CHUNK_RANKS
 from attngen.ir.ops import Loop, OrderedAccumulate, OrderedAdd
 from attngen.ir.pipe import (
     HALF_DIM,
@@ -255,10 +254,9 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
 
     def tile_of_instance(self, axis: str, bound: Expr, values: Values) -> int:
         """A bound for the rows of an instance: if calls have chunks of a sequence, its position among their tiles."""
-        if not self.kernel.places:
-            return int(self.expression(bound, values))
-        ranks = values[CHUNK_RANKS[axis][0]]
-        return self.tiles_before(ranks, bound, self.module.chunk // int(values[AXIS_DIM[axis]]), values)
+        if self.kernel.places:
+            return self.tile_of_call(axis, bound, values)
+        return int(self.expression(bound, values))
 
     def is_mine(self, pipeline: str, values: Values) -> bool:
         """True if the next tile of a pipeline is in the stage with the instance's number. If not, the tile is counted

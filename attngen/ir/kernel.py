@@ -17,7 +17,7 @@ from attngen.ir.core import Access, Block, Op, Type, WarpGroup
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, first_row
 from attngen.ir.expr import Expr, floordiv, symbol
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis, KVSplit
-from attngen.ir.names import AT_HAND, CHUNK_RANKS, CHUNK_STARTS, block_lists
+from attngen.ir.names import AT_HAND, START_RANKS, STARTS, block_lists
 from attngen.ir.ops import (
     Arg,
     Base,
@@ -169,17 +169,17 @@ class Kernel:
         """The axis of the tile whose position in a block list an op computes."""
         row = self.op(op.src)
         if isinstance(row, Arg):
-            return next(axis for axis, (name, _) in CHUNK_RANKS.items() if name == row.name)
+            return next(axis for axis, (name, _) in START_RANKS.items() if name == row.name)
         return "kv" if isinstance(row, Base) and row.src.tensor in block_lists("q", True) else "q"
 
     @cached_property
     def places(self) -> bool:
         """True if calls say where their rows lie, and the kernel computes with positions in the whole sequence."""
-        return any(arg.name in (name for name, _ in CHUNK_STARTS.values()) for arg in self.args)
+        return any(arg.name in (name for name, _ in STARTS.values()) for arg in self.args)
 
     def extent(self, axis: str) -> str:
         """The name of the number of rows along an axis that a call has."""
-        return AT_HAND[AXIS_EXTENT[axis]] if self.places and axis in CHUNK_STARTS else AXIS_EXTENT[axis]
+        return AT_HAND[AXIS_EXTENT[axis]] if self.places and axis in STARTS else AXIS_EXTENT[axis]
 
     def is_at_hand(self, access: Access, at: int) -> bool:
         """True if a dimension of an access counts the rows of a call that has chunks of a sequence."""

@@ -311,6 +311,12 @@ class Module:
         return found
 
     @property
+    def unit(self) -> int:
+        """Rows for which kernels look up one position, if calls have chunks of a sequence: the largest power of two
+        that divides a chunk. Divisions by it are shifts, and the tables are so short that they stay in the L1."""
+        return self.chunk & -self.chunk
+
+    @property
     def tensors_of_kernels(self) -> dict[str, Type]:
         """The types of inputs and of tensors derived from them, as kernels know them: Nq and Nk are the lengths of the
         whole sequence, also where calls have chunks of it."""

@@ -85,8 +85,18 @@ INTEGERS = {
     "Rk": Name("keys of a sequence that a call has", ("R", "k"), 0, _LONGEST, "n", uses="scalar dim"),
     "Cq": Name("chunks of queries that a call has", ("C", "q"), source="-(-Nq // CHUNK)", uses="dim"),
     "Ck": Name("chunks of keys that a call has", ("C", "k"), source="-(-Nk // CHUNK)", uses="dim"),
-    "Sq1": Name("one more than chunks of queries of the whole sequence", source="-(-q_len // CHUNK) + 1", uses="dim"),
-    "Sk1": Name("one more than chunks of keys of the whole sequence", source="-(-kv_len // CHUNK) + 1", uses="dim"),
+    "Uq": Name("units of queries in a call's chunks", source="-(-Nq // CHUNK) * (CHUNK // UNIT)", uses="dim"),
+    "Uk": Name("units of keys in a call's chunks", source="-(-Nk // CHUNK) * (CHUNK // UNIT)", uses="dim"),
+    "Wq1": Name(
+        "one more than units of queries in chunks of the sequence",
+        source="-(-q_len // CHUNK) * (CHUNK // UNIT) + 1",
+        uses="dim",
+    ),
+    "Wk1": Name(
+        "one more than units of keys in chunks of the sequence",
+        source="-(-kv_len // CHUNK) * (CHUNK // UNIT) + 1",
+        uses="dim",
+    ),
     # Sizes of a call that reads keys from a cache.
     "Nc": Name("keys for which a sequence has room in the cache", ("N", "c"), 0, _LONGEST, "n", uses="scalar dim"),
     "Nn": Name("new keys of a sequence, which a call appends", ("N", "n"), 0, _LONGEST, "n", uses="scalar dim"),
@@ -263,10 +273,12 @@ BLOCK_LISTS = {
 }
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 
-# Chunks of a sequence. A call has some of them, in rising order: CHUNKS are the rows at which these start in the whole
-# sequence, and rank t is the number of them before chunk t of the whole sequence.
-CHUNK_STARTS = {"q": ("Q_CHUNKS", ("Cq",)), "kv": ("KV_CHUNKS", ("Ck",))}
-CHUNK_RANKS = {"q": ("Q_CHUNK_RANK", ("Sq1",)), "kv": ("KV_CHUNK_RANK", ("Sk1",))}
+# Positions of a call that has chunks of a sequence, in rising order. Kernels look them up for units: a chunk, or a part
+# of it that is a power of two long. STARTS are the rows at which the call's units start in the whole sequence, and rank
+# u is the number of them before unit u of the whole sequence.
+STARTS = {"q": ("Q_STARTS", ("Uq",)), "kv": ("KV_STARTS", ("Uk",))}
+START_RANKS = {"q": ("Q_START_RANK", ("Wq1",)), "kv": ("KV_START_RANK", ("Wk1",))}
+CHUNKS = {"q": ("q_chunks", "Cq"), "kv": ("kv_chunks", "Ck")}  # inputs of a call: where its chunks start
 AT_HAND = {"Nq": "Rq", "Nk": "Rk"}  # rows of a sequence -> those that a call with chunks has
 WHOLE_LENGTHS = {"Nq": "q_len", "Nk": "kv_len"}  # rows of a sequence -> what host programs of such calls call them
 LENGTHS_OF_WHOLE = {name: size for size, name in WHOLE_LENGTHS.items()}
@@ -279,7 +291,9 @@ def of_sequence(dims: Sequence[str]) -> tuple[str, ...]:
 
 
 # Further names, in kernels and functions, in modules whose calls have chunks of a sequence.
-OF_CHUNKS = {name.lower() for names in (CHUNK_STARTS, CHUNK_RANKS) for name, _ in names.values()}
+OF_CHUNKS = {name for name, _ in CHUNKS.values()} | {
+    name.lower() for names in (STARTS, START_RANKS) for name, _ in names.values()
+}
 
 # Names in the generated module's functions that inputs may not have: arguments, values of host programs, modules.
 WRAPPER = {

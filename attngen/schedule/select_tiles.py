@@ -54,11 +54,11 @@ from attngen.heuristics import (
     UNIT,
     WIDEST_ACC,
 )
-from attngen.ir.core import Op
+from attngen.ir.core import Op, Type
 from attngen.ir.expr import select
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, DoesNotFit, Module
-from attngen.ir.ops import Load, Map, OrderedAdd
+from attngen.ir.ops import ListPosition, Load, Map, OrderedAdd
 from attngen.schedule.table import Table, committed
 from attngen.targets.registry import backend_of
 from attngen.tiles.launches import combine_warps
@@ -302,13 +302,18 @@ def _accumulation_order(module: Module, kernel: Kernel) -> Kernel:
         swizzle_rows=group_bytes // row_bytes,
         reversed_group=order_if_reversed is not None,
     )
-    return replace(kernel, grid=(tiles, *kernel.grid[1:])).rewrite(
-        lambda _, op: [
-            replace(op, order=order_by_direction(order_if_reversed, op.order))
-            if isinstance(op, OrderedAdd) and op.order is not None
-            else op
-        ]
-    )
+
+    def change(_: str, op: Op) -> list[Op]:
+        if order_if_reversed is None or not isinstance(op, OrderedAdd) or op.order is None:
+            return [op]
+        makers = (
+            replace(made, type=Type("i32", (), "reg"))
+            for made in order_if_reversed.ops
+            if isinstance(made, ListPosition)
+        )
+        return [*makers, replace(op, order=order_by_direction(order_if_reversed.expr, op.order))]
+
+    return replace(kernel, grid=(tiles, *kernel.grid[1:])).rewrite(change)
 
 
 def _is_uneven(kernel: Kernel) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.sizes import Sizes
-from attngen.lang.chunks import chunk_ranks
+from attngen.lang.chunks import chunk_positions
 from attngen.lang.expression import Expression, parse_score
 from attngen.lang.part import KV, NK, NQ, Part, Q, WrittenPart, discover, evaluated
 from attngen.masks import registry
@@ -69,4 +69,4 @@ def score_registry() -> dict[str, type[Score]]:
 def derive_functions() -> dict[str, Callable[..., Any]]:
     """Every function that a mask or a modifier declares, by name."""
     found = {f.__name__: f for part in (*registry().values(), *score_registry().values()) for f in part.functions}
-    return found | {chunk_ranks.__name__: chunk_ranks}
+    return found | {chunk_positions.__name__: chunk_positions}

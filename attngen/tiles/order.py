@@ -13,7 +13,7 @@ from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select, sy
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
-from attngen.ir.names import BLOCK_LISTS, CHUNK_RANKS
+from attngen.ir.names import BLOCK_LISTS, START_RANKS
 from attngen.ir.ops import Base, CountTiles, ListPosition, Load, OrderedAdd
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import last_row, with_rows
@@ -59,7 +59,7 @@ def position_of(name: str, axis: str, tile: Expr) -> tuple[Expr, ListPosition] |
     under this name, if it is not 0."""
     if tile == 0:
         return (tile,)
-    return symbol(name), ListPosition(name, CHUNK_RANKS[axis][0], tile, Type("i32"))
+    return symbol(name), ListPosition(name, START_RANKS[axis][0], tile, Type("i32"))
 
 
 def order_ops(kernel: Kernel, add: OrderedAdd) -> tuple[Op, ...]:
@@ -115,29 +115,29 @@ def last_first_order(module: Module, kernel: Kernel) -> Order | None:
     return order._replace(expr=order.expr - sympy.Add(*less))
 
 
-def first_first_order(module: Module, kernel: Kernel) -> Expr | None:
+def first_first_order(module: Module, kernel: Kernel) -> Order | None:
     """Return a program's order if the first program tile adds first: the number of earlier tiles that visit the loop's
     tile.
 
     Loops of earlier program tiles start earlier and do not end later. So the order is the index of the program tile,
     minus the number of first tiles whose loops have ended or are empty. Return None if that is unknown, with block
-    lists, if calls have chunks of a sequence, if `last_first_order` is None, and if all loops start at the same tile,
-    because then nothing is gained.
+    lists, if `last_first_order` is None, and if all loops start at the same tile, because then nothing is gained.
     """
     visited = visited_range(kernel)
-    if (
-        module.blocks
-        or kernel.places
-        or visited is None
-        or not differs(kernel, visited[0])
-        or last_first_order(module, kernel) is None
-    ):
+    if module.blocks or visited is None or not differs(kernel, visited[0]) or last_first_order(module, kernel) is None:
         return None
     own = _ProgramTiles(kernel, _rising(module))
     end, conditions = _unconditional(visited[1])
     gone = [own.passed(end), *(own.empty(condition) for condition in sorted(conditions, key=str))]
     known = [tiles for tiles in gone if tiles is not None]
-    return floordiv(own.start, own.rows) - sympy.Max(*known) if len(known) == len(gone) else None
+    if len(known) < len(gone):
+        return None
+    axis, before = kernel.program_axis, sympy.Max(*known)
+    ops: list[Op] = []
+    if kernel.places:
+        before, *ops = position_of(f"{axis}_gone", axis, before)
+    number = floordiv(symbol(first_row(axis, kernel.places)), own.rows)
+    return Order(number - before, tuple(ops))
 
 
 def order_by_direction(reversed_group: Expr | None, order: Expr) -> Expr:

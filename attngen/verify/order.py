@@ -57,15 +57,14 @@ def semaphore_order(module: Module, kernel: Kernel) -> Iterator[str]:
             f"known number of loops that have ended"
         )
         return
-    expected = order_by_direction(first_first, last_first.expr)
+    expected = order_by_direction(first_first and first_first.expr, last_first.expr)
     for op in adds:
         if op.order != expected:
             found, order = to_text(op.order), to_text(expected)
             yield f"%{op.name} has the order `{found}`; expected `{order}`, the number of programs that come before"
-    known, used = (
-        {_describe(op) for op in ops}
-        for ops in (last_first.ops, (*counts, *(m for op in adds for m in order_ops(kernel, op))))
-    )
+    makers = (*last_first.ops, *(first_first.ops if first_first else ()))
+    found_ops = (*counts, *(m for op in adds for m in order_ops(kernel, op)))
+    known, used = ({_describe(op) for op in ops} for ops in (makers, found_ops))
     yield from (f"{text}, which is in no order" for text in sorted(used - known))
     yield from (f"the order needs an op that the kernel does not have: {text}" for text in sorted(known - used))
     if module.schedules and (own.var != kernel.program_axis or not own.reversed):

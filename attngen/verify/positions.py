@@ -10,11 +10,11 @@ from attngen.ir.expr import Expr
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import AT_HAND, CHUNK_RANKS, CHUNK_STARTS, SHAPES
+from attngen.ir.names import AT_HAND, SHAPES, START_RANKS, STARTS
 from attngen.ir.ops import Arg, ListPosition
 from attngen.tiles.tiles import tile_loops
 
-_ARGUMENTS = {name: dims for names in (CHUNK_STARTS, CHUNK_RANKS) for name, dims in names.values()}
+_ARGUMENTS = {name: dims for names in (STARTS, START_RANKS) for name, dims in names.values()}
 
 
 def positions(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -42,7 +42,7 @@ def positions(module: Module, kernel: Kernel) -> Iterator[str]:
         for e in (e for pair in loop.ranges for e in pair):
             if not _is_position(kernel, e, loop.var):
                 whole = f"`{to_text(e)}`, a tile of the whole sequence"
-                yield f"%{loop.name} runs to or from {whole}; expected 0 or a position in %{CHUNK_RANKS[loop.var][0]}"
+                yield f"%{loop.name} runs to or from {whole}; expected 0 or a position in %{START_RANKS[loop.var][0]}"
     for config in module.configs(kernel.name, kernel.backend or ""):
         if module.chunk % config.block_q or module.chunk % config.block_kv:
             yield f"{config.device}: tiles of {config.tile} do not divide chunks of {module.chunk} rows"

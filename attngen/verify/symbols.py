@@ -45,7 +45,7 @@ RESERVED = {
     *COLUMN_DIM,
     *SPLIT_DIM,
     *WHOLE,
-    *("dtype", "float", "pid", "tl", "triton", "at", "BLOCK", "CHUNK", "DROPOUT", "TMA", "CONVERTS", "OVERLAPS"),
+    *("dtype", "float", "pid", "tl", "triton", "at", "BLOCK", "UNIT", "DROPOUT", "TMA", "CONVERTS", "OVERLAPS"),
     *("first_head", "q_next", "keep_mask"),
 }
 TILES = {*(AXIS_DIM[axis] for axis in ROW_AXES), *WHOLE}

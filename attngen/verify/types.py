@@ -15,7 +15,7 @@ from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, m
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import CHUNK_RANKS, INTEGERS, ROW_AXES
+from attngen.ir.names import INTEGERS, ROW_AXES, START_RANKS
 from attngen.ir.ops import (
     Append,
     Arg,
@@ -95,7 +95,7 @@ def _loop_errors(kernel: Kernel, op: Loop) -> Iterator[str]:
 
 def _list_position_errors(kernel: Kernel, op: ListPosition) -> Iterator[str]:
     of = kernel.type_of
-    ranks = {name for name, _ in CHUNK_RANKS.values()}
+    ranks = {name for name, _ in START_RANKS.values()}
     if (of(op.src).dtype != "ptr" and op.src not in ranks) or op.type.dtype != "i32" or op.type.dims:
         yield "needs a pointer to ranks, and is one i32"
     if _is_condition(op.tile) or not is_integral(kernel, op.tile, {}):

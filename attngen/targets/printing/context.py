@@ -187,9 +187,10 @@ class KernelContext(ProgramContext):
         return [*place, f"{op.var}_ahead = _tile_at({', '.join(args)})"]
 
     def _list_position(self, op: ListPosition, cls: str) -> dict[str, Any]:
-        unit = "CHUNK" if isinstance(self.kernel.op(op.src), Arg) else "BLOCK"
-        ratio = f"{unit} // {AXIS_DIM[self.kernel.ranked_axis(op)]}"
-        return {"var": op.name, "ranks": self.var(op.src), "tile": self.scalar(op.tile), "ratio": ratio}
+        rows, ranks, tile = AXIS_DIM[self.kernel.ranked_axis(op)], self.var(op.src), self.scalar(op.tile)
+        if isinstance(self.kernel.op(op.src), Arg):
+            return {"var": op.name, "expr": f"_tile_of_call({ranks}, {tile}, {rows})"}
+        return {"var": op.name, "expr": f"_list_position({ranks}, {tile}, BLOCK // {rows})"}
 
     def _seed(self, op: Seed, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "src": op.src}

@@ -9,7 +9,7 @@ import sympy
 from attngen.ir.core import Access
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of, dimension, first_row
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.names import CHUNK_STARTS, ROW_AXES, stride_names
+from attngen.ir.names import ROW_AXES, STARTS, stride_names
 from attngen.ir.ops import (
     Append,
     Arg,
@@ -63,12 +63,12 @@ class MemoryContext(ExpressionContext):
         row, start, index = self.row(axis), f"{axis}_start", f"{axis}_idx"
         lines = [f"{row} = {number} * {AXIS_DIM[axis]}"]
         if row != start and {start, index} & words:
-            lines.append(f"{start} = _position_of({CHUNK_STARTS[axis][0]}, {row}, {AXIS_DIM[axis]})")
+            lines.append(f"{start} = _position_of({STARTS[axis][0]}, {row}, {AXIS_DIM[axis]})")
         return [*lines, *([f"{index} = {start} + {axis}_off"] if index in words else [])]
 
     def row(self, axis: str) -> str:
         """The variable of the first row of a tile, in the tensors of the call."""
-        return first_row(axis, self.kernel.places and axis in CHUNK_STARTS)
+        return first_row(axis, self.kernel.places and axis in STARTS)
 
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)

@@ -35,7 +35,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
     if module.blocks:
         constants.append(("BLOCK", module.blocks.size))
     if module.chunk:
-        constants.append(("CHUNK", module.chunk))
+        constants.append(("UNIT", module.unit))
     taken = interpreted(module)
     names = dict.fromkeys(row.device for _, rows in module.schedules for row in rows if row.device in CLASSES)
     device_classes = [(repr(c), name) for name in names for c in CLASSES[name].capabilities]

@@ -47,7 +47,7 @@ def context(module: Module) -> dict[str, Any]:
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
-    constants += [("CHUNK", module.chunk)] if module.chunk else []
+    constants += [("UNIT", module.unit)] if module.chunk else []
     if latents := any(map(is_mla_decode, module.warp_specialized)):
         constants = [("D_ROPE", module.rope), (HALF, module.head_dim_v // 2)]
     return {

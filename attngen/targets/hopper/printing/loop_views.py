@@ -9,8 +9,8 @@ from typing import Any
 from attngen.ir.dims import AXIS_DIM, MEMBER
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.names import CHUNK_RANKS
-from attngen.ir.ops import Load, Loop, Map, Mask
+from attngen.ir.names import START_RANKS
+from attngen.ir.ops import ListPosition, Load, Loop, Map, Mask
 from attngen.ir.pipe import Pipeline
 from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.barriers import ping_pong_barriers
@@ -122,7 +122,7 @@ class LoopContext(SoftmaxContext):
         if not self.kernel.places:
             return text
         axis = self.kernel.loop_axis
-        return f"_list_position({CHUNK_RANKS[axis][0]}, {text}, CHUNK // {AXIS_DIM[axis]})"
+        return f"_tile_of_call({START_RANKS[axis][0]}, {text}, {AXIS_DIM[axis]})"
 
     def _of_instance(self, e: Expr) -> str:
         """An expression with the rows of an instance in place of those of the program."""
@@ -343,8 +343,11 @@ class LoopContext(SoftmaxContext):
         return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
 
     def _made(self, bound: Expr) -> Expr:
-        """The expression of the map that a bound names; other bounds stay as they are."""
+        """The expression of the map that a bound names, or whose result's position it names; other bounds stay as they
+        are."""
         made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
+        if isinstance(made, ListPosition) and self.kernel.places:
+            return self._made(made.tile)
         return made.expr if isinstance(made, Map) else bound
 
     def _one_loop(self, op: PipelinedLoop) -> Node | None:
