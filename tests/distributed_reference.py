@@ -31,6 +31,9 @@ class Eager:
         self.layout, self.mask, self.digest, self.whole_heads = layout, mask, digest, whole_heads
         self.launches = 0
 
+    def problem(self, inputs: Mapping[str, Any]) -> str:
+        return ""
+
     def needs_all_heads(self, inputs: Mapping[str, Any]) -> str:
         return self.whole_heads
 
@@ -67,6 +70,7 @@ class Eager:
         q_chunks: Any,
         kv_chunks: Any,
         inputs: Any,
+        wanted: Any,
     ) -> Any:
         self.launches += 1
         dtype, group = q.dtype, q.shape[1] // k.shape[1]
@@ -82,9 +86,9 @@ class Eager:
         scale = inputs.get("scale", q.shape[-1] ** -0.5)
         dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q * scale, p.mT @ grad_out))
         of_inputs = {}
-        if "slope" in inputs:
+        if "slope" in wanted:
             of_inputs["slope"] = -(ds * distance).sum((0, 2, 3))
-        if "sink" in inputs:
+        if "sink" in wanted:
             sink = inputs["sink"].to(q.dtype)[:, None, None]
             of_inputs["sink"] = -(torch.exp(sink - lse) * delta).sum((0, 2, 3))
         return (ds @ k * scale).to(dtype), dk.to(dtype), dv.to(dtype), of_inputs

@@ -14,6 +14,7 @@ from attngen.distributed import methods
 from attngen.distributed.agreement import digest
 from attngen.distributed.collectives import sum_over_ranks
 from attngen.distributed.local import LocalKernel
+from attngen.distributed.merge import SUMS, can_merge
 from attngen.distributed.shard import Shard
 
 
@@ -109,19 +110,30 @@ class _Attention(torch.autograd.Function):
         if call.return_lse and grad_lse is None:
             grad_lse = out.new_zeros(rows, dtype=torch.float32)
         grad_out, *grad_rows = methods.to_heads(shard, grad_out, *([grad_lse] if grad_lse is not None else []))
+        wanted = [name for name, needs in zip(call.names, ctx.needs_input_grad[4:]) if needs and name in kernel.learned]
         dq, dk, dv, found = methods.backward(
-            kernel, shard, grad_out, grad_rows[0] if grad_rows else None, q, k, v, out, stats, call.inputs(tensors)
+            kernel,
+            shard,
+            grad_out,
+            grad_rows[0] if grad_rows else None,
+            q,
+            k,
+            v,
+            out,
+            stats,
+            call.inputs(tensors),
+            wanted,
         )
         dq, dk, dv = methods.from_heads(shard, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
-        needed = zip(call.names, tensors, ctx.needs_input_grad[4:])
-        return None, dq, dk, dv, *(_of_input(call, name, x, found) if needs else None for name, x, needs in needed)
+        of_inputs = (
+            _of_input(call, name, x, found[name]) if name in wanted else None for name, x in zip(call.names, tensors)
+        )
+        return None, dq, dk, dv, *of_inputs
 
 
-def _of_input(call: _Call, name: str, x: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the gradient of an input; None if it has none."""
-    if name not in found:
-        return None
-    gradient = methods.whole_gradient(call.kernel, call.shard, name, x, found[name])
+def _of_input(call: _Call, name: str, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an input from that of this rank's heads and rows."""
+    gradient = methods.whole_gradient(call.kernel, call.shard, name, x, gradient)
     if call.sum_gradients:
         for group in reversed(call.shard.groups):
             gradient = sum_over_ranks(gradient, group)
@@ -172,9 +184,12 @@ def _problem(kernel: LocalKernel, plan: Shard, qkv: list[torch.Tensor], inputs: 
         )
     if plan.heads > 1 and (why := kernel.needs_all_heads(inputs)):
         return f"{why}, and {plan.method} divides heads among ranks; expected method all_gather or ring"
-    if plan.rings and tuple(kernel.rows) != ("lse",):
-        return f"the kernel keeps {', '.join(kernel.rows)}, and a ring merges only lse; expected method all_gather"
-    return ""
+    if plan.rings and not can_merge(tuple(kernel.rows)):
+        return (
+            f"the kernel keeps {', '.join(kernel.rows)}, and a ring merges only lse, or {', '.join(SUMS)}; expected "
+            "method all_gather"
+        )
+    return kernel.problem(inputs)
 
 
 def _sizes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,10 @@ class LocalKernel(Protocol):
     learned: tuple[str, ...]
     sinks: tuple[str, ...]
     dims: Mapping[str, tuple[str, ...]]
+
+    def problem(self, inputs: Mapping[str, Any]) -> str:
+        """Return what is wrong with the inputs of a call, as a clause; empty text if nothing is."""
+        ...
 
     def needs_all_heads(self, inputs: Mapping[str, Any]) -> str:
         """Return why a rank cannot compute a part of the heads, as a clause such as "dropout counts heads"; empty text
@@ -67,8 +71,9 @@ class LocalKernel(Protocol):
         q_chunks: tuple[int, ...],
         kv_chunks: tuple[int, ...],
         inputs: Mapping[str, Any],
+        wanted: Collection[str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the gradients of q, k and v, and those of learned inputs by name, of these chunks.
+        """Return the gradients of q, k and v, and those of the learned inputs in `wanted` by name, of these chunks.
 
         out and stats are those of the rows' softmax over all keys of the sequence, from which probabilities
         exp(score - lse) and delta = rowsum(out * grad_out) - grad_lse follow. grad_lse is None if it is zero.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from attngen.distributed.collectives import Transfer, add_parts, gather, heads_to_rows, rows_to_heads
 from attngen.distributed.local import LocalKernel, Stats
-from attngen.distributed.merge import merge
+from attngen.distributed.merge import merge_parts
 from attngen.distributed.shard import Shard
 
 Inputs = Mapping[str, Any]
@@ -97,13 +97,15 @@ def backward(
     out: torch.Tensor,
     stats: Stats,
     inputs: Inputs,
+    wanted: Collection[str],
 ) -> Gradients:
-    """Return the gradients of this rank's q, k and v, and this rank's part of those of learned inputs."""
+    """Return the gradients of this rank's q, k and v, and this rank's part of those of the learned inputs in
+    `wanted`."""
     if shard.rings:
-        return _ring_backward(kernel, shard, grad_out, grad_lse, q, k, v, out, stats, inputs)
+        return _ring_backward(kernel, shard, grad_out, grad_lse, q, k, v, out, stats, inputs, wanted)
     chunks = shard.sequence.owned[shard.at], shard.needs[shard.at]
     k, v = _gathered(shard, k, v)
-    dq, dk, dv, gradients = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, inputs)
+    dq, dk, dv, gradients = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, inputs, wanted)
     if shard.sequence_group is not None:
         dk, dv = rows_third(*add_parts(rows_first(dk, dv), shard.from_needs, shard.sequence_group))
     return dq, dk, dv, gradients
@@ -147,7 +149,7 @@ def _ring_forward(
     layout, me = shard.sequence, shard.at
     sources = [[source for source, _ in step] for step in shard.steps]
     held = [x.contiguous() for x in rows_first(k, v)]
-    out = lse = q.new_empty(0)
+    out, stats = q.new_empty(0), Stats()
     for step, row in enumerate(shard.steps):
         last = step + 1 == len(sources)
         coming = None if last else _PassedOn(shard, held, sources[step], sources[step + 1])
@@ -156,13 +158,13 @@ def _ring_forward(
             chunks = layout.owned[me], layout.owned[source]
             given = inputs if step == 0 else _without_sinks(kernel, inputs)
             k, v = rows_third(*held)
-            part, stats = kernel.forward(q, k, v, *chunks, given)
+            part, part_stats = kernel.forward(q, k, v, *chunks, given)
             if step == 0:
-                out, lse = part.float(), stats["lse"].clone()
+                out, stats = part.float(), {name: x.clone() for name, x in part_stats.items()}
             else:
-                merge(out, lse, part, stats["lse"])
+                merge_parts(out, stats, part, part_stats)
         held = coming.wait() if coming else held
-    return out.to(q.dtype), {"lse": lse}
+    return out.to(q.dtype), stats
 
 
 def _ring_backward(
@@ -176,6 +178,7 @@ def _ring_backward(
     out: torch.Tensor,
     stats: Stats,
     inputs: Inputs,
+    wanted: Collection[str],
 ) -> Gradients:
     """Sums of dK and dV follow their K and V in fp32, one transfer later, since a rank adds its part before it sends
     them on. Parts are added in the order of steps."""
@@ -195,7 +198,10 @@ def _ring_backward(
             chunks = layout.owned[me], layout.owned[source]
             given = inputs if step == 0 else _without_sinks(kernel, inputs)
             k, v = rows_third(*held)
-            dq_part, *parts, of_inputs = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, given)
+            needed = [name for name in wanted if step == 0 or name not in kernel.sinks]
+            dq_part, *parts, of_inputs = kernel.backward(
+                grad_out, grad_lse, q, k, v, out, stats, *chunks, given, needed
+            )
             dq += dq_part
             for name, gradient in of_inputs.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient.float()
