@@ -90,7 +90,7 @@ def mask_values(
     module = without_chunks(module)
     given = {name: _array(x) for name, x in inputs.items()}
     if cu_seqlens is not None:
-        starts = [i.name for i in module.inputs if _is_starts(i)]
+        starts = [i.name for i in module.inputs if is_starts(i)]
         if not starts:
             raise AttngenError(f"the mask of {module.name} reads no cu_seqlens; leave them out, or pass document ids")
         given |= dict.fromkeys(starts, np.asarray(cu_seqlens, np.int32))
@@ -123,7 +123,7 @@ def _array(x: Any) -> np.ndarray:
     return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
 
 
-def _is_starts(i: Input) -> bool:
+def is_starts(i: Input) -> bool:
     """True for an input with the starts of packed documents: its numbers rise from 0 to the number of rows."""
     return i.promises.get("first") == "0" and "rising" in i.promises
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -42,13 +42,21 @@ class Shard:
     steps: with ring, for each step and rank the rank whose keys it computes with, and whether its queries see any of
         them. In step 0 each rank has its own. A step in which no rank sees anything may be left out.
         With a Ulysses method, needs and steps are those of `without_heads(layout, mesh.size(1))`.
+    inputs: inputs of the kernel, by name, from which the plan is made and which `attngen.distributed.attention` passes
+        to it.
 
     Raises:
         ValueError: one sentence: the mesh, the layout and the plan do not fit each other.
     """
 
     def __init__(
-        self, layout: Layout, mesh: Any, method: str = "all_gather", needs: Any = (), steps: Steps = ()
+        self,
+        layout: Layout,
+        mesh: Any,
+        method: str = "all_gather",
+        needs: Any = (),
+        steps: Steps = (),
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"shard: method is {method!r}; expected one of {', '.join(METHODS)}")
@@ -79,6 +87,7 @@ class Shard:
         everything = tuple(range(layout.chunks))
         self.needs: tuple[Chunks, ...] = (everything,) if method == "ulysses" else tuple(map(tuple, needs))
         self.steps = tuple(tuple((int(of), bool(sees)) for of, sees in step) for step in steps)
+        self.inputs = {name: x.to(self.device) for name, x in (inputs or {}).items()}
         self._check()
         self._agreed: set[bytes] = set()
 
@@ -103,7 +112,8 @@ class Shard:
 
     @cached_property
     def plan_digest(self) -> bytes:
-        return digest(self.layout.digest, self.method, self.needs, self.steps, self.heads)
+        inputs = [(name, x.tolist()) for name, x in sorted(self.inputs.items())]
+        return digest(self.layout.digest, self.method, self.needs, self.steps, self.heads, inputs)
 
     def check_equal(self, call: bytes = b"\0" * 8, problem: str = "") -> None:
         """Compare the plan with those of the other ranks; once, later calls return at once. All ranks have to call it.
