@@ -150,7 +150,7 @@ class ModuleKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """See LocalKernel."""
         signature = self.module.SIGNATURE
-        if self.module.BACKWARD is None:
+        if not hasattr(self.module, "BACKWARD"):
             raise NotImplementedError(
                 f"attention: the module {self.ir.name} has no backward; expected a spec without `backward: false`"
             )
