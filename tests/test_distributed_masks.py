@@ -67,8 +67,9 @@ def launch(folder: Path, ranks: int, rows: int, names: list[str]) -> None:
 
 
 def test_two_ranks_give_the_results_of_one(tmp_path: Path) -> None:
-    """Packed documents with a sink and a temperature, key padding with dropout, a learned bias by distance, and fp32
-    with a sink, by all_gather, a ring and, where heads divide, Ulysses: out, LSE and all gradients, bit for bit twice."""
+    """Packed documents with a sink and a temperature, key padding with dropout, a learned bias by distance,
+    and fp32 with a sink, by all_gather, a ring and, where heads divide, Ulysses: out, LSE and all gradients, with the
+    same bits twice."""
     launch(tmp_path, 2, 200, FEW)
 
 
@@ -147,6 +148,10 @@ def test_wrong_plans_are_one_sentence() -> None:
         ("expected what attngen.build returns", lambda: plan(print, world, seq_len=9)),
         ("plan: seq_len is missing", lambda: plan(module_of(), world)),
         ("reads no cu_seqlens", lambda: plan(module_of(), world, cu_seqlens=[0, 9])),
+        (
+            "cu_seqlens end at 9 and seq_len is 8",
+            lambda: plan(module_of("packed_document_gqa"), world, seq_len=8, cu_seqlens=[0, 9]),
+        ),
         ("expected q_heads and kv_heads", lambda: plan(module_of("heads_apart"), world, seq_len=999)),
         ("needs `document_ids`", lambda: plan(module_of("document_gqa"), world, seq_len=999)),
         ("method is 'rings'", lambda: plan(module_of(), world, seq_len=999, method="rings")),

@@ -77,23 +77,16 @@ def plan(
     kernel = module_kernel(module)
     given = dict(inputs or {})
     ends = None if cu_seqlens is None else [int(end) for end in cu_seqlens]
-    if seq_len is None and not ends:
-        raise AttngenError("plan: seq_len is missing; expected the rows of the whole sequence, or cu_seqlens")
-    rows = seq_len if seq_len is not None else ends[-1]  # type: ignore[index]
+    rows = _rows(seq_len, ends)
     ranks, heads = _ranks(mesh), _heads(kernel, given, q_heads, kv_heads)
-    visible = count(kernel.ir, rows, kernel.chunk, given, ends, heads[0] or 1, heads[1] or 1)
+    counted = heads if None not in heads else (1, 1)  # where they are not known, the mask is the same for all
+    visible = count(kernel.ir, rows, kernel.chunk, given, ends, *counted)  # type: ignore[arg-type]
     if method == "auto":
         divides = q_heads is not None and not kernel.ir.dropout and not kernel.needs_all_heads(given)
         method = _fastest(visible, ranks, _sizes(kernel, heads, batch), divides)
-    of_heads = ranks[-1] if method.startswith("ulysses") else 1
-    layout = divided(balanced(visible, math.prod(ranks) // of_heads, balance).layout, of_heads)
-    groups = without_heads(layout, of_heads)
-    needs, steps = tuple(map(visible.needed, groups.owned)), ring_steps(visible, groups)
-    starts = dict.fromkeys(
-        (i.name for i in kernel.ir.inputs if is_starts(i)), torch.tensor(ends or [], dtype=torch.int32)
-    )
-    shard = Shard(layout, mesh, method, needs, steps, starts if ends else None)
-    if prove or (prove is None and layout.chunks**2 <= MOST_PROVED):
+    cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
+    shard = _shard(visible, mesh, method, balance, cuts)
+    if prove or (prove is None and shard.layout.chunks**2 <= MOST_PROVED):
         verify(transfers_of(shard), visible)
     return shard
 
@@ -144,6 +137,25 @@ def attention(
     rows = plan.layout.seq_len
     given = {**plan.inputs, **inputs, "q_len": rows, "kv_len": rows}
     return over_ranks(kernel, q, k, v, plan=plan, return_lse=return_lse, sum_gradients=sum_gradients, **given)
+
+
+def _rows(seq_len: int | None, ends: list[int] | None) -> int:
+    """Return the rows of a sequence."""
+    if seq_len is None and not ends:
+        raise AttngenError("plan: seq_len is missing; expected the rows of the whole sequence, or cu_seqlens")
+    end = ends[-1] if ends else 0
+    if seq_len is not None and end > seq_len:
+        raise AttngenError(f"plan: cu_seqlens end at {end} and seq_len is {seq_len}; expected an end within it")
+    return end if seq_len is None else seq_len
+
+
+def _shard(visible: Visible, mesh: Any, method: str, balance: Balance, inputs: Mapping[str, torch.Tensor]) -> Shard:
+    """Return the plan of a method for the visible scores of a sequence."""
+    ranks = _ranks(mesh)
+    of_heads = ranks[-1] if method.startswith("ulysses") else 1
+    layout = divided(balanced(visible, math.prod(ranks) // of_heads, balance).layout, of_heads)
+    groups = without_heads(layout, of_heads)
+    return Shard(layout, mesh, method, tuple(map(visible.needed, groups.owned)), ring_steps(visible, groups), inputs)
 
 
 def ring_steps(visible: Visible, groups: Layout) -> Steps:
