@@ -1860,6 +1860,32 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
     return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
 
 
+def blocks_of_call(
+    block_mask: torch.Tensor,
+    q_chunks: torch.Tensor,
+    kv_chunks: torch.Tensor,
+    n_q: int,
+    n_kv: int,
+    chunk: int,
+    block: int,
+) -> torch.Tensor:
+    """Return the part of a sequence's block mask that a call with chunks of the sequence has, [B or 1, Hq or 1, Tq, Tk]
+    with the blocks of the call.
+
+    block_mask: torch.bool [Tq, Tk] of the whole sequence, with up to two leading dimensions that broadcast to B and Hq.
+    q_chunks, kv_chunks: where each chunk of `chunk` rows starts. n_q, n_kv: rows of the call. block: rows of a block.
+
+    Raises:
+        ValueError or TypeError: one sentence that says what the mask is and what was expected.
+    """
+    mask = check_block_mask(block_mask)
+    for dim, starts, rows in ((2, q_chunks, n_q), (3, kv_chunks, n_kv)):
+        row = torch.arange(0, rows, block, device=starts.device)
+        at = (starts[row // chunk] + row % chunk) // block
+        mask = mask.index_select(dim, at.to(mask.device))
+    return mask
+
+
 def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
     """Raise ValueError, in one sentence, if lists of blocks do not have the shapes for this call."""
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
@@ -2213,16 +2239,19 @@ def divisor(a: int, b: int) -> int:
     return next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1)
 
 
-def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Return a zeroed buffer for partial sums by distance, fp32 [B, Hq, rows, Nq + Nk]; without elements unless
+def distance_parts(
+    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool, distances: int | None = None
+) -> torch.Tensor:
+    """Return a zeroed buffer for partial sums by distance, fp32 [B, Hq, rows, distances]; without elements unless
     `needed`.
 
-    Each query tile of the dQ kernel has its own rows, one for each key tile that a diagonal crosses there.
+    distances: their number; None for Nq + Nk, as in calls that have all rows of a sequence. Each query tile of the dQ
+    kernel has its own rows, one for each key tile that a diagonal crosses there.
     """
     config = schedule(kernel.kernels, kernel.name, q, q.shape[2])
     crossed = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1  # key tiles per diagonal
     rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * crossed
-    shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2])
+    shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2] if distances is None else distances)
     return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
 
 
@@ -2308,8 +2337,8 @@ def refuse_backward(*args: Any, **more: Any) -> None:
 
 def refuse_forward_mode() -> None:
     raise NotImplementedError(
-        "attention: this module has no forward mode (its spec says `backward: false`); expected tensors without "
-        "tangents"
+        "attention: this module has no forward mode (its spec says `backward: false` or `positions`); expected tensors "
+        "without tangents"
     )
 
 
@@ -2396,7 +2425,7 @@ class Operators:
         jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)
 
     where grad_rows and tangent_rows are of the rows that have a gradient, and gradients and tangents are of the learned
-    operands. They get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such
+    operands. They get tensors that kernels can read in place. A module whose `backward` or `jvp` is None has no such
     operators. If another copy of the module has registered NAME, a `_` is appended to it.
 
     Operators exist until the process ends, because graphs of torch hold them but not the module; see `release` for the
@@ -2618,7 +2647,8 @@ class Operators:
                     self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
                 )
                 torch.library.register_autograd(self.backward.name(), refuse_second_derivatives, lib=self.library)
-                torch.library.register_autograd(self.jvp.name(), refuse_derivatives_of_tangents, lib=self.library)
+                if self.jvp:
+                    torch.library.register_autograd(self.jvp.name(), refuse_derivatives_of_tangents, lib=self.library)
             else:
                 name = self.forward.name()
                 torch.library.register_autograd(name, refuse_backward, setup_context=refuse_backward, lib=self.library)
@@ -2628,6 +2658,7 @@ class Operators:
             self.library.impl(
                 self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd"
             )
+        if self.jvp:
             self.library.impl(self.jvp, self._weak(_where_recorded(self.jvp, self.recorded_jvp.apply)), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
