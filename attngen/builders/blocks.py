@@ -28,7 +28,7 @@ def build_blocks(spec: Spec) -> Kernel:
     b.declare_sizes()
     b.load_inputs()
     scores = (AXIS_DIM["q"], AXIS_DIM["kv"])
-    row, strip = (floordiv(symbol(f"{axis}_start"), sympy.Integer(n)) for axis, n in (("q", LISTED), ("kv", STRIP)))
+    row, strip = (floordiv(symbol(b.row(axis)), sympy.Integer(n)) for axis, n in (("q", LISTED), ("kv", STRIP)))
     b.add(Base("COUNT_row", Access("COUNT", (symbol("b"), symbol("h"), row)), Type("ptr")))
     b.loop("keys", "kv", cdiv(b.extent("kv"), symbol("BLOCK_KV")), "step")
     b.add(Init("score", sympy.Integer(0), Type("f32", scores)), "step")

@@ -127,7 +127,7 @@ def _rows_of_others(kernel: Kernel, op: Store) -> Iterator[str]:
     named |= {op.first_along} if op.first_along else set()
     for axis in kernel.grid:
         in_pair = not isinstance(op, OrderedAccumulate) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
-        if in_pair or not {axis.var, f"{axis.var}_start"} & named:
+        if in_pair or not {axis.var, f"{axis.var}_start", f"_{axis.var}_row"} & named:
             yield f"%{op.name} writes rows of %{tensor.name} that the other programs along {axis.var} write, too"
 
 
