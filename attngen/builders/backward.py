@@ -11,11 +11,11 @@ from typing import Any
 
 import sympy
 
-from attngen.builders.common import KernelBuilder, kv_head, named_by
+from attngen.builders.common import KernelBuilder, kv_head
 from attngen.builders.gradient_inputs import dq_factor, gradient_slopes, input_gradients, summed_gradients
 from attngen.builders.recompute import has_sink, load_stats, probabilities, where_seen
 from attngen.builders.row_statistics import gradient_lengths, load_outputs, store_statistics, with_entropy_gradient
-from attngen.builders.semantics import S, derivative, exact_sums, listed_blocks, varies, without_common
+from attngen.builders.semantics import S, derivative, exact_sums, listed_blocks, named_by, varies, without_common
 from attngen.builders.signature import Signature, with_stats
 from attngen.heuristics import WIDEST_FUSED
 from attngen.ir.core import Access

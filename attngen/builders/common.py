@@ -8,7 +8,17 @@ from typing import Any
 
 import sympy
 
-from attngen.builders.semantics import S, keeps_extremes, listed_blocks, of_product, shared, varies, whole_numbers
+from attngen.builders.semantics import (
+    S,
+    keeps_extremes,
+    listed_blocks,
+    named_by,
+    of_product,
+    shared,
+    usable_fact,
+    varies,
+    whole_numbers,
+)
 from attngen.builders.signature import Signature, grid, partial_tensors, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.core import Access, Block, Checks, Fact, Op, Type
@@ -79,7 +89,7 @@ class KernelBuilder:
         visible = spec.visible() if axis == "q" else spec.visible_by_key()
         self.where = visible if signature.masks else sympy.true
         facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)]
-        self.facts = tuple(_usable(fact, along) for fact in facts)
+        self.facts = tuple(usable_fact(fact, along) for fact in facts)
         self.extra = (*([self.score] if signature.scores else []), *extra)
         needed = named_by(spec, (self.where, *(e for f in self.facts for e in f), *self.extra))
         self.index_values: dict[tuple[str, Any], str] = {}  # (block, long index) -> the name of its value
@@ -428,27 +438,6 @@ class KernelBuilder:
 
 def _symbols(expressions: Iterable[Any]) -> set[Any]:
     return {s for e in expressions for s in e.free_symbols}
-
-
-def named_by(spec: Spec, expressions: Iterable[Any]) -> set[str]:
-    """The names in expressions, and in the indices of the reads named there."""
-    found = {str(s) for s in _symbols(expressions)}
-    for read in reversed(spec.reads()):
-        found |= {str(s) for s in _symbols(read.index)} if read.name in found else set()
-    return found
-
-
-def _usable(fact: Fact, along: set[str]) -> Fact:
-    """A fact about a condition, without the parts that vary along the loop."""
-
-    def usable(e: Bool) -> bool:
-        return along.isdisjoint(str(s) for s in e.free_symbols)
-
-    return Fact(
-        fact.literal,
-        sympy.And(*(part for part in sympy.And.make_args(fact.needs) if usable(part))),
-        sympy.Or(*(part for part in sympy.Or.make_args(fact.enough) if usable(part))),
-    )
 
 
 def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:

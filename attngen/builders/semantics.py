@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import sympy
 from sympy.logic.boolalg import Boolean
 
 from attngen.heuristics import LISTED
+from attngen.ir.core import Fact
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, size, sqrt, symbol
 from attngen.ir.module import Blocks, Meaning, Read, input_tensors
@@ -46,6 +48,27 @@ def varies(spec: Spec, read: Read, position: Expr) -> bool:
     names = {s for e in read.index for s in e.free_symbols}
     return position in names or any(
         varies(spec, other, position) for other in spec.reads() if symbol(other.name) in names
+    )
+
+
+def named_by(spec: Spec, expressions: Iterable[Expr]) -> set[str]:
+    """The names in expressions, and in the indices of the reads named there."""
+    found = {str(s) for e in expressions for s in e.free_symbols}
+    for read in reversed(spec.reads()):
+        found |= {str(s) for e in read.index for s in e.free_symbols} if read.name in found else set()
+    return found
+
+
+def usable_fact(fact: Fact, along: set[str]) -> Fact:
+    """A fact about a condition, without the parts that vary along the loop."""
+
+    def usable(e: Boolean) -> bool:
+        return along.isdisjoint(str(s) for s in e.free_symbols)
+
+    return Fact(
+        fact.literal,
+        sympy.And(*(part for part in sympy.And.make_args(fact.needs) if usable(part))),
+        sympy.Or(*(part for part in sympy.Or.make_args(fact.enough) if usable(part))),
     )
 
 
