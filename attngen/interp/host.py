@@ -54,10 +54,12 @@ def execute(
     inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; with a backward, `grad_out` [B, Hq,
     Nq, D_V] and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none, and likewise `grad_entropy` if the module has that
     output; `scale`; the tensors and numbers that the mask and modifiers read, by the names of the module's inputs, and
-    the tensors that Python derives from them; `block_mask` [B or 1, Hq or 1, Tq, Tk] if the module takes one; `seed`
-    and `threshold` with dropout; `splits`, of groups of heads; `fused`, 1 for the fused backward, if there is one; for
-    forward mode `tq`, `tk` and `tv`, and `tNAME` for each input that gets a gradient. `need_q`, `need_kv` and
-    `need_inputs` say which gradients the call needs, by default all; the others have no elements.
+    the tensors that Python derives from them, which say, among others, where chunks of a sequence lie; `block_mask`
+    [B or 1, Hq or 1, Tq, Tk] if the module takes one; `seed` and `threshold` with dropout; `splits`, of groups of
+    heads; `fused`, 1 for the fused backward, if there is one; for forward mode `tq`, `tk` and `tv`, and `tNAME` for
+    each input that gets a gradient. `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, by default
+    all; the others have no elements. If a call has only a part of the keys, `out` and `lse` of all keys may be given:
+    the backward reads these in place of the call's own.
     tiles: BLOCK_Q and BLOCK_KV.
     dtypes: SINGLE or DOUBLE.
     """
@@ -85,17 +87,13 @@ def execute(
         given |= {name.lower(): x for name, x in run("lists").items()}
     given |= run("forward")
     given |= run("key_mass") if "key_mass" in module.outputs else {}
+    results = {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}}
+    given |= {name: inputs[key] for name, key in (("O", "out"), ("LSE", "lse")) if key in inputs}
     found = run("backward") if module.trains else {}
     gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV") if module.trains}
     forward_mode = "tQ" in given and any(host.name == "jvp" for host in module.hosts)
     tangents = {VARIABLES[name]: x for name, x in run("jvp").items()} if forward_mode else {}
-    return {
-        "out": given["O"],
-        **{name: given[OUTPUTS[name]] for name in module.outputs},
-        **gradients,
-        **found,
-        **tangents,
-    }
+    return {**results, **gradients, **found, **tangents}
 
 
 def execute_host(
@@ -133,7 +131,7 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
         sizes["group"] = sizes["Hq"] // max(1, sizes["Hkv"])
         sizes["Gq"] = sizes["group"] * sizes["Nq"]
         rows = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles["BLOCK_KV"] + 1  # of a tile's sums by distance
-        n_q, n_kv = (sizes.get(name, sizes.get(n, 0)) for n, name in WHOLE_LENGTHS.items())
+        n_q, n_kv = (int(values.get(name, sizes.get(n, 0))) for n, name in WHOLE_LENGTHS.items())
         sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * rows, "Nd": n_q + n_kv}
         if module.blocks:
             sizes |= {"Tq": -(-sizes["Nq"] // module.blocks.size), "Tk": -(-sizes["Nk"] // module.blocks.size)}
