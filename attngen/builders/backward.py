@@ -251,20 +251,15 @@ def _add_query_gradients(b: KernelBuilder, head: Any, fused: bool, kv_outer: boo
 def _fused(spec: Spec) -> Signature:
     """The signature of the fused kernel.
 
-    The first program at a query tile writes dQ, unless sums start from 0.
+    The first program at a query tile writes dQ. With a sink, the LSE does not tell which rows see no key, so sums start
+    from 0.
     """
     signature = FUSED
     if SHARINGS[spec.heads.sharing].is_shared:
         signature = FUSED._replace(per_query_head=True) if _differs_by_head(spec) else PAIRED
-    if _starts_from_zero(spec):
+    if has_sink(spec):
         return signature._replace(adds=("DQ_ACC", *signature.adds))
     return signature._replace(writes=("DQ_ACC", *signature.writes))
-
-
-def _starts_from_zero(spec: Spec) -> bool:
-    """True if the LSE does not tell which rows see no key of a call, so that sums of dQ start from 0: with a sink, no
-    LSE is -inf; and a call that has chunks of the keys gets the LSE of all keys."""
-    return has_sink(spec) or bool(spec.chunk)
 
 
 def _differs_by_head(spec: Spec) -> bool:
@@ -328,7 +323,7 @@ def build_dq_end(spec: Spec) -> Kernel:
     If the sums do not start from 0, rows that see no key get zeros here.
     """
     fused = spec.schedule.order != "kv_outer"
-    ordered = fused and not _starts_from_zero(spec)
+    ordered = fused and not has_sink(spec)
     common = without_common(spec, derivative(spec.modified(), S))[0] if fused else sympy.Integer(1)
     gradients = {x: dq_factor(spec, x) for x in summed_gradients(spec)} if fused else {}
     exact = exact_sums(spec)

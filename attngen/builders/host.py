@@ -20,7 +20,7 @@ from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.host import Host, View
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import FLAT, LSE, OUTPUTS, PAIRS, SHAPES
+from attngen.ir.names import FLAT, LSE, OUTPUTS, PAIRS, SHAPES, WHOLE_LENGTHS
 from attngen.ir.ops import Arg, Map
 from attngen.ir.split_axes import sharing
 from attngen.spec import Spec
@@ -219,12 +219,25 @@ def _launch_fused(b: HostBuilder, module: Module, fused: Kernel) -> None:
     allocated = {"dK", "dV", *(x.partials for x in module.input_gradients)}
     for arg in fused.args:
         if arg.name not in allocated and arg.role in ("out", "sum"):
-            b.alloc(arg.name, "fused", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)
+            b.alloc(arg.name, "fused", like=None, **_initial(module, arg))
     if sharing(fused.grid):
         _launch_splits(b, [fused], "fused", "heads", PAIRS)
     else:
         _launch_per_query_head(b, fused)
     b.launch("dq_end", "fused")
+
+
+def _initial(module: Module, arg: Arg) -> dict[str, Any]:
+    """What a tensor of the fused backward is filled with: sums with 0.
+
+    With chunks, a call may have a part of the keys, and gets the LSE of all of them. A row that sees none of the part is
+    then not told by its LSE, and no program writes its dQ.
+    """
+    if arg.role == "sum":
+        return {"fill": sympy.Integer(0)}
+    if arg.name == "DQ_ACC" and module.chunk:
+        return {"fill": sympy.Integer(0), "fill_where": sympy.Lt(symbol("Nk"), symbol(WHOLE_LENGTHS["Nk"]))}
+    return {}
 
 
 def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> None:

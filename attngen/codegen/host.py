@@ -294,8 +294,11 @@ class HostContext:
             made = f"torch.zeros_like({source}, dtype={dtype})"
             return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}
         else:
-            made = f"runtime.{'zeros' if op.fill == 0 else 'empty'}({like}, {', '.join(self._dense(dims))}, {dtype})"
-        if op.fill is not None and not made.startswith("runtime.zeros"):
+            make = f"runtime.{'zeros' if op.fill == 0 else 'empty'}"
+            if op.fill_where != sympy.true:
+                make = f"({make} if {self._python(op.fill_where)} else runtime.empty)"
+            made = f"{make}({like}, {', '.join(self._dense(dims))}, {dtype})"
+        if op.fill is not None and "runtime.zeros" not in made:
             made += ".zero_()" if op.fill == 0 else f".fill_({self._number(op.fill)})"
         if op.where != sympy.true:
             made += f" if {self._python(op.where)} else {nothing}"

@@ -187,7 +187,7 @@ class _Run:
             shape = self.shape(op.type, values)
         dtype = np.dtype(self.dtypes[op.type.dtype])
         unwritten = np.nan if dtype.kind == "f" else np.iinfo(dtype).min
-        fill = unwritten if op.fill is None else float(op.fill)
+        fill = unwritten if op.fill is None or not value(op.fill_where, values) else float(op.fill)
         if op.like is None:
             return np.full(shape, fill, dtype)
         strides = values[op.like].strides

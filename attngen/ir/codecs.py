@@ -165,6 +165,7 @@ _CODECS: dict[str, Codec] = {
     "args": _USES,
     "own": _WORD,
     "fill": _EXPR,
+    "fill_where": _EXPR,
     "fresh": _FLAG,
     **dict.fromkeys(("of", "keep_alive"), (lambda v: ", ".join(f"%{r}" for r in v), _parse_refs)),
     "sizes": (lambda v: ", ".join(f"{k}={to_text(e)}" for k, e in v), _parse_sizes),

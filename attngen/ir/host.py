@@ -26,6 +26,7 @@ Given = tuple[tuple[str, Expr], ...]  # (size as the kernel names it, its value)
 class Alloc(Op):
     """Allocate a tensor, uninitialised or filled with the number `fill`.
 
+    fill_where: if the condition is false, the tensor is not filled.
     like: a tensor whose memory layout the new one gets.
     where: if the condition is false, nothing is allocated: the result has no elements, or is `otherwise`.
     otherwise: a tensor that is then the result, with a dimension of length 1, for splits, after that of heads.
@@ -34,6 +35,7 @@ class Alloc(Op):
     type: Type
     like: str | None = field(default=None, metadata=OPERAND)
     fill: Expr | None = None
+    fill_where: Bool = sympy.true
     where: Bool = sympy.true
     otherwise: str | None = field(default=None, metadata=OPERAND)
 

@@ -136,8 +136,9 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
 def _named(op: Op, sizes: set[str]) -> list[str]:
     """The scalars that an op's expressions and dimensions name, except the `sizes` of the call."""
     where = getattr(op, "where", sympy.true)
+    filled = getattr(op, "fill_where", sympy.true)
     number = [op.expr] if isinstance(op, Map) and not op.type.dims else []
-    names = {str(s) for e in (where, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
+    names = {str(s) for e in (where, filled, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
     return sorted((names - FOUND.keys() - sizes) | (set(SHARES.values()) & set(getattr(op, "type", Type("")).dims)))
 
 

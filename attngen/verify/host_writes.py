@@ -64,7 +64,8 @@ class _Writes:
     def _op(self, op: Op, state: set[str]) -> set[str]:
         match op:
             case Alloc():
-                return state | {op.name} if op.fill is not None or op.where == sympy.false else state
+                filled = op.fill is not None and op.fill_where == sympy.true
+                return state | {op.name} if filled or op.where == sympy.false else state
             case If():
                 return self._if(op, state)
             case Launch() if op.kernel in self.kernels:
