@@ -172,7 +172,8 @@ def _print_cluster(path: Path, spec: Spec, problem: Problem, cluster: tuple[str,
 
     n, heads, kv_heads = problem.n_q, problem.q_heads, problem.kv_heads
     inputs = make_mask_workload(spec, Sizes(1, heads, kv_heads, n, n))
-    chunk = PLANNED_TILE * -(-n // (PLANNED_TILE * MOST_CHUNKS))
+    least = spec.chunk or PLANNED_TILE
+    chunk = least * -(-n // (least * MOST_CHUNKS))
     visible = count(lower(path, spec), n, chunk, inputs, q_heads=heads, kv_heads=kv_heads)
     elem = min(ELEMENTS[dtype].bytes for dtype in spec.dtype)
     sizes = Heads(problem.batch, heads, kv_heads, spec.head_dim.qk, spec.head_dim.v, elem)
