@@ -104,7 +104,8 @@ def last_first_order(module: Module, kernel: Kernel) -> Order | None:
     order = order_of(kernel.program_axis, tiles, module.blocks, own.counts, kernel.places)
     following = 1 + floordiv(own.start, own.rows)
     spans = [(sympy.Min(until, tiles), sympy.Max(since, following)) for since, until in ended]
-    if kernel.places:
+    if kernel.places:  # ranks end with the sequence
+        spans = [(until, sympy.Min(since, own.whole)) for until, since in spans]
         of_ends = [
             [position_of(f"{kernel.program_axis}_{word}_{at}", kernel.program_axis, e) for word, e in zip(_ENDS, span)]
             for at, span in enumerate(spans)
