@@ -34,6 +34,7 @@ from attngen.ir.split_kv import max_work_items
 from attngen.tiles.launches import rows_are_aligned
 from attngen.verify.dependent_launch import host_dependent_launch
 from attngen.verify.host_writes import written
+from attngen.verify.positions import lengths
 
 Rule = Callable[[Module, Host], Iterator[str]]
 GRADIENTS = ("dQ", "dK", "dV")
@@ -187,7 +188,7 @@ def _viewed(by: str, dims: tuple[str, ...], have: tuple[str, ...]) -> tuple[str,
 
 def launches(module: Module, host: Host) -> Iterator[str]:
     """Each argument of a kernel is a host value with the type that the kernel declares. The kernel's grid is over known
-    sizes.
+    sizes. Kernels that compute positions get the lengths of the whole sequence.
 
     A fused backward that reads a number per score is launched only where TMA can read and write these numbers.
     """
@@ -217,6 +218,7 @@ def launches(module: Module, host: Host) -> Iterator[str]:
             yield f"launch @{op.kernel}: it has no argument %{name}"
         yield from (f"launch @{op.kernel}: {reason}" for reason in _capacity(module, host, op, kernel))
         yield from (f"launch @{op.kernel}: {reason}" for reason in _items(host, op, kernel))
+        yield from (f"launch @{op.kernel}: {reason}" for reason in lengths(op, kernel))
         yield from _grid(host, op, kernel)
     yield from _split_alike(kernels, host)
 

@@ -34,7 +34,7 @@ from attngen.tiles.order import first_first_order, last_first_order, order_by_di
 
 def semaphore_order(module: Module, kernel: Kernel) -> Iterator[str]:
     """The order of a program is the number of programs that add to the tile before it. They own later tiles, or in a
-    reversed group earlier tiles.
+    reversed group earlier tiles. Its semaphore is that of the loop's tile.
 
     If data bounds the loops, count_tiles may compute the order, as the number of tiles whose loops have started at that
     tile. With block lists, the order is the number of listed tiles after the program's own, up to the end that the
@@ -62,6 +62,10 @@ def semaphore_order(module: Module, kernel: Kernel) -> Iterator[str]:
         if op.order != expected:
             found, order = to_text(op.order), to_text(expected)
             yield f"%{op.name} has the order `{found}`; expected `{order}`, the number of programs that come before"
+        at = op.semaphore.index[-1] if op.semaphore else None
+        if at is not None and at != symbol(first_row(kernel.loop_axis, kernel.places)):
+            row = first_row(kernel.loop_axis, kernel.places)
+            yield f"%{op.name} has its semaphore at `{to_text(at)}`; expected `{row}`, the first row of the loop's tile"
     makers = (*last_first.ops, *(first_first.ops if first_first else ()))
     found_ops = (*counts, *(m for op in adds for m in order_ops(kernel, op)))
     known, used = ({_describe(op) for op in ops} for ops in (makers, found_ops))

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.ir.core import TENSORS
-from attngen.ir.expr import Expr
+from attngen.ir.expr import Expr, symbol
 from attngen.ir.expr_text import to_text
+from attngen.ir.host import Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import AT_HAND, SHAPES, START_RANKS, STARTS
+from attngen.ir.names import AT_HAND, SHAPES, START_RANKS, STARTS, WHOLE_LENGTHS
 from attngen.ir.ops import Arg, ListPosition
 from attngen.tiles.tiles import tile_loops
 
@@ -55,4 +56,16 @@ def _is_position(kernel: Kernel, e: Expr, axis: str) -> bool:
     op = kernel.op(str(e)) if str(e) in kernel.graph else None
     if not isinstance(op, ListPosition):
         return False
-    return isinstance(kernel.op(op.src), Arg) or _is_position(kernel, op.tile, axis)
+    if isinstance(kernel.op(op.src), Arg):
+        return op.src == START_RANKS[axis][0]
+    return _is_position(kernel, op.tile, axis)
+
+
+def lengths(op: Launch, kernel: Kernel) -> Iterator[str]:
+    """A launch of a kernel that computes positions passes it the lengths of the whole sequence, and the call's rows."""
+    expected = {size: symbol(name) for size, name in WHOLE_LENGTHS.items()}
+    expected |= {rows: symbol(size) for size, rows in AT_HAND.items()}
+    given = {name: symbol(name) for name in expected} | dict(op.sizes)
+    for name, e in expected.items() if kernel.places else ():
+        if given[name] != e:
+            yield f"{name} is `{to_text(given[name])}`; expected `{to_text(e)}`, as calls have chunks of a sequence"
