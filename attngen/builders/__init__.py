@@ -87,14 +87,17 @@ def build_module(spec: Spec) -> Module:
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:
-    """Raise BuildError if the spec asks for tiles larger than the blocks that its mask lists, or for chunks that such
-    blocks do not divide."""
+    """Raise BuildError if the spec asks for tiles that do not divide the blocks that its mask lists, or chunks of a
+    sequence; or for chunks that such blocks do not divide."""
     why = "its data says which count" if blocks and blocks.data else "`block_sparse` says which count"
     listed = f"the mask lists blocks of {blocks.size} x {blocks.size} scores ({why})" if blocks else ""
     for key, rows in (("block_q", spec.schedule.block_q), ("block_kv", spec.schedule.block_kv)):
         if blocks and rows and rows > blocks.size:
             found = f"is {rows}, and {listed}, which tiles divide"
             raise BuildError(("schedule", key), f"{found}; expected {blocks.size} or less")
+        if rows and spec.chunk % rows:
+            found = f"is {rows}, and calls have chunks of {spec.chunk} rows, which tiles divide"
+            raise BuildError(("schedule", key), f"{found}; expected {spec.chunk & -spec.chunk} or less")
     if blocks and spec.chunk % blocks.size:
         found = f"is {spec.chunk}, and {listed}, which lie in chunks"
         raise BuildError(("positions", "chunk"), f"{found}; expected a multiple of {blocks.size}")
