@@ -57,9 +57,9 @@ def execute(
     the tensors that Python derives from them, which say, among others, where chunks of a sequence lie; `block_mask`
     [B or 1, Hq or 1, Tq, Tk] if the module takes one; `seed` and `threshold` with dropout; `splits`, of groups of
     heads; `fused`, 1 for the fused backward, if there is one; for forward mode `tq`, `tk` and `tv`, and `tNAME` for
-    each input that gets a gradient. `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, by default
-    all; the others have no elements. If a call has only a part of the keys, `out` and `lse` of all keys may be given:
-    the backward reads these in place of the call's own.
+    each input that gets a gradient. `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, by
+    default all; the others have no elements. If a call has only a part of the keys, `out` and `lse` of all keys may be
+    given: the backward reads these in place of the call's own.
     tiles: BLOCK_Q and BLOCK_KV.
     dtypes: SINGLE or DOUBLE.
     """
