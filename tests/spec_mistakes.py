@@ -15,12 +15,47 @@ MASK = (
 )
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
+CHUNK = "expected a whole number from 64 to 4096 that is a multiple of 64"
 CACHES = "expected `contiguous`, {paged: {page_size: 64}}, {dtype: fp8_e4m3}, or both of these keys"
 KEYS = (
-    "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, outputs, schedule, score"
+    "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, outputs, positions, "
+    "schedule, score"
 )
 # (text of a spec, its sentence)
 CASES: list[tuple[str, str]] = [
+    # positions
+    (BASE + "positions: 384", "line 3: `positions` is the number 384; expected {chunk: ...}"),
+    (BASE + "positions: {chunk: 100}", f"line 3: `positions.chunk` is the number 100; {CHUNK}"),
+    (BASE + "positions: {chunk: 32}", f"line 3: `positions.chunk` is the number 32; {CHUNK}"),
+    (BASE + "positions: {chunk: 8192}", f"line 3: `positions.chunk` is the number 8192; {CHUNK}"),
+    (BASE + "positions: {chunks: 64}", "line 3: `positions.chunks` is no known key; did you mean `chunk`?"),
+    (
+        BASE + "cache: contiguous\npositions: {}",
+        "line 3: `cache` does not go with `positions`: calls with a cache have all keys; expected no `cache`",
+    ),
+    (
+        BASE + "schedule: {order: kv_outer}\npositions: {}",
+        "line 3: `schedule.order` does not go with `positions`: its order visits all rows; expected `q_outer`",
+    ),
+    (
+        BASE + "outputs: [lse, key_mass]\npositions: {}",
+        "line 3: `outputs` does not go with `positions`: `key_mass` is a sum over all queries; expected it left out",
+    ),
+    (
+        BASE + "mask: {block_sparse: {block: 128}}\npositions: {chunk: 192}",
+        "line 4: `positions.chunk` is 192; expected a multiple of 128, the blocks of the mask",
+    ),
+    *(
+        (
+            BASE + f"{key}: {{expr: '{e}', params: {{{name}: {kind}}}}}\npositions: {{}}",
+            f"line 3: `{key}` declares `{name}`, which is a name of modules with `positions`; expected another one",
+        )
+        for key, name, e, kind in (
+            ("mask", "q_chunks", "kv_idx < q_chunks", "{scalar: int}"),
+            ("mask", "kv_start_rank", "kv_idx < kv_start_rank", "{scalar: int}"),
+            ("score", "kv_starts", "s + kv_starts[h]", "{tensor: [H]}"),
+        )
+    ),
     # values
     ("name: x\nhead_dim: 63", f"line 2: `head_dim` is the number 63; {HEAD_DIM}"),
     ("name: x\nhead_dim: 520", "line 2: `head_dim` is 520; expected at most 512, or `kv: {latent: ...}` as well"),

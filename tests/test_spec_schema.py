@@ -188,6 +188,12 @@ BEYOND = (
     "cache: {scale: head}",
     "cache: {dtype: fp8_e4m3}",
     "scale: page}",
+    "cache: contiguous\npositions: {}",
+    "order: kv_outer}\npositions: {}",
+    "key_mass]\npositions: {}",
+    "}}\npositions: {}",
+    "}}}\npositions: {}",
+    "positions: {chunk: 192}",
 )
 
 

@@ -15,11 +15,12 @@ from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify import rules, verify
+from tests import chunks
 from tests.helpers import KV_OUTER, edit, lowered, portable, target, unverified
-from tests.ir.broken_rules import access, launches, loops, meaning, structure
+from tests.ir.broken_rules import access, launches, loops, meaning, positions, structure
 
 RULES = rules("triton")
-BROKEN = {**structure.EDITS, **access.EDITS, **meaning.EDITS, **loops.EDITS, **launches.EDITS}
+BROKEN = {**structure.EDITS, **access.EDITS, **meaning.EDITS, **loops.EDITS, **launches.EDITS, **positions.EDITS}
 
 
 def refused(text):
@@ -33,7 +34,8 @@ def refused(text):
     [pytest.param(rule, *case, id=f"{rule}-{n}") for rule, cases in BROKEN.items() for n, case in enumerate(cases)],
 )
 def test_each_rule_refuses_its_edits(rule, spec, old, new, reason):
-    head, kernels = re.split(r"(?=\nkernel @)", print_module(target(spec)), maxsplit=1)
+    module = chunks.lowered(spec.partition(" in ")[0]) if spec.endswith(" in chunks") else target(spec)
+    head, kernels = re.split(r"(?=\nkernel @)", print_module(module), maxsplit=1)
     text = head + edit(kernels, (old, new)) if old in kernels else edit(head, (old, new)) + kernels
     error = refused(text)
     assert (error.rule, reason in error.reason) == (rule, True), error

@@ -101,7 +101,7 @@ EDITS = {
             "causal_gqa",
             "T[B, Hq, Nq, D_QK]",
             "T[B, D_QK, Nq, Hq]",
-            "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nc, Nd, Nentropy, Nk, Nlse",
+            "%Q is of [B, D_QK, Nq, Hq]; expected B, Ck, Cq, Hkv, Hq, Nc, Nd, Nentropy, Nk, Nlse",
         ),
         (
             "causal_gqa",
