@@ -38,6 +38,7 @@ def plan(
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     method: str = "auto",
     balance: Balance = "auto",
+    layout: Layout | None = None,
     inputs: Mapping[str, Any] | None = None,
     q_heads: int | None = None,
     kv_heads: int | None = None,
@@ -60,6 +61,8 @@ def plan(
         method: "all_gather", "ring", "ulysses", "ulysses+all_gather" or "ulysses+ring", as in `Shard`; "auto" is the
             one that is predicted to take the least time, forward and backward, of those that fit in memory.
         balance: "auto", or which rows ranks hold: "contiguous", "head_tail" or "greedy".
+        layout: the rows of each rank, in place of `balance`, for several masks of one sequence: those of a model's
+            layers, which pass rows to each other.
         inputs: what the mask reads, by the keywords of a call and of the whole sequence, such as lengths, document ids
             or a block mask.
         q_heads, kv_heads: numbers of heads, for masks that differ between heads and for "auto", which takes a Ulysses
@@ -85,7 +88,7 @@ def plan(
         divides = q_heads is not None and not kernel.ir.dropout and not kernel.needs_all_heads(given)
         method = _fastest(visible, ranks, _sizes(kernel, heads, batch), divides)
     cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
-    shard = _shard(visible, mesh, method, balance, cuts)
+    shard = _shard(visible, mesh, method, layout or balance, cuts)
     if prove or (prove is None and shard.layout.chunks**2 <= MOST_PROVED):
         verify(transfers_of(shard), visible)
     return shard
@@ -149,11 +152,24 @@ def _rows(seq_len: int | None, ends: list[int] | None) -> int:
     return end if seq_len is None else seq_len
 
 
-def _shard(visible: Visible, mesh: Any, method: str, balance: Balance, inputs: Mapping[str, torch.Tensor]) -> Shard:
-    """Return the plan of a method for the visible scores of a sequence."""
+def layout_of(visible: Visible, mesh: Any, method: str, balance: Balance = "auto") -> Layout:
+    """Return which rank of a mesh holds which rows of a sequence, as `plan` decides it."""
     ranks = _ranks(mesh)
     of_heads = ranks[-1] if method.startswith("ulysses") else 1
-    layout = divided(balanced(visible, math.prod(ranks) // of_heads, balance).layout, of_heads)
+    return divided(balanced(visible, math.prod(ranks) // of_heads, balance).layout, of_heads)
+
+
+def _shard(
+    visible: Visible, mesh: Any, method: str, rows: Balance | Layout, inputs: Mapping[str, torch.Tensor]
+) -> Shard:
+    """Return the plan of a method for the visible scores of a sequence. rows: those of the ranks, or how to choose."""
+    of_heads = _ranks(mesh)[-1] if method.startswith("ulysses") else 1
+    layout = rows if isinstance(rows, Layout) else layout_of(visible, mesh, method, rows)
+    if (layout.seq_len, layout.chunk) != (visible.seq_len, visible.chunk):
+        raise AttngenError(
+            f"plan: the layout has {layout.seq_len} rows in chunks of {layout.chunk}; expected {visible.seq_len} in "
+            f"chunks of {visible.chunk}, those of the module"
+        )
     groups = without_heads(layout, of_heads)
     return Shard(layout, mesh, method, tuple(map(visible.needed, groups.owned)), ring_steps(visible, groups), inputs)
 
