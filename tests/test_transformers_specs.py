@@ -17,8 +17,8 @@ import yaml
 
 from attngen.cli import main
 from attngen.errors import AttngenError
-from attngen.integrations.transformers import attend as attends
 from attngen.integrations.transformers import fallback, register
+from attngen.integrations.transformers import layer as layers
 from attngen.integrations.transformers.ahead import specs_for
 from attngen.integrations.transformers.formula import Formula
 from attngen.spec import parse_spec
@@ -60,8 +60,8 @@ def test_specs_for_a_configuration_are_those_of_its_layers(tmp_path: Path, monke
     }
     assert names == expected
     command("build", *map(str, sorted((tmp_path / "specs").iterdir())), "--out", str(tmp_path / "built"))
-    monkeypatch.setattr(attends, "FOUND", {})
-    monkeypatch.setattr(attends, "_MODULES", {})
+    monkeypatch.setattr(layers, "FOUND", {})
+    monkeypatch.setattr(layers, "_MODULES", {})
     register(tmp_path / "built")
     monkeypatch.setattr("attngen.api.build", lambda data: pytest.fail(f"builds {data['name']}"))
     for call, counted in calls("gpt_oss", N):
@@ -147,7 +147,7 @@ def test_invalid_configurations_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_different_layers_have_specs_with_different_names() -> None:
-    plain = attends.Layer("gqa", (192, 128), True, False, 50.0, True, True, True, False)
+    plain = layers.Layer("gqa", (192, 128), True, False, 50.0, True, True, True, False)
     others = [
         {"softcap": 30.0},
         {"softcap": 0.5},
@@ -166,15 +166,15 @@ def test_different_layers_have_specs_with_different_names() -> None:
 def test_a_folder_that_is_registered_later_is_used_and_a_missing_module_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attends, "FOUND", {})
-    monkeypatch.setattr(attends, "_MODULES", {})
+    monkeypatch.setattr(layers, "FOUND", {})
+    monkeypatch.setattr(layers, "_MODULES", {})
     monkeypatch.setattr(fallback, "WARNED", set())
     model, ids = made("llama"), torch.randint(3, WORDS, (1, 9), device=DEVICE)
     model.set_attn_implementation("attngen")
     register()
     model(ids)
-    (first,) = attends._MODULES.values()
-    layer, formula, padded = next(iter(attends._MODULES))
+    (first,) = layers._MODULES.values()
+    layer, formula, padded = next(iter(layers._MODULES))
     for name, data in {"mine": layer.spec(formula, padded), "other": layer.spec(formula, "padded")}.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(data))
         command("build", str(tmp_path / f"{name}.yaml"), "--out", str(tmp_path / name))
@@ -184,10 +184,10 @@ def test_a_folder_that_is_registered_later_is_used_and_a_missing_module_is_a_war
         match="no module that `register` was given is of `layer_causal_fp32_mqa_d16`; it was built now, or is",
     ):
         model(ids)
-    assert list(attends._MODULES.values()) == [first]
+    assert list(layers._MODULES.values()) == [first]
     register(tmp_path / "mine")
     fallback.WARNED.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(ids)
-    assert list(attends._MODULES.values()) == [attends.FOUND[first.SPEC_HASH]]
+    assert list(layers._MODULES.values()) == [layers.FOUND[first.SPEC_HASH]]

@@ -18,8 +18,9 @@ import yaml
 
 from attngen.errors import AttngenError
 from attngen.integrations.transformers import register
-from attngen.integrations.transformers.attend import Layer, recording
+from attngen.integrations.transformers.attend import recording
 from attngen.integrations.transformers.formula import Formula, in_documents
+from attngen.integrations.transformers.layer import Layer
 
 LENGTH = 64  # length of the sequence that runs; a mask's formula does not depend on it
 SAMPLES = 16000  # length of the sound that runs

@@ -3,22 +3,19 @@ layer's spec."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
 from attngen.errors import AttngenError
 from attngen.frontends.pairs import plan_arguments
-from attngen.integrations.transformers.fallback import run_by_eager, warn_once
+from attngen.integrations.transformers.fallback import run_by_eager
 from attngen.integrations.transformers.formula import Formula, in_documents
+from attngen.integrations.transformers.layer import SPAN, Layer, Padded, layer_of, module_of
 from attngen.integrations.transformers.mask import Mask, mask_of
 from attngen.lang.limits import WIDEST_HEAD
 
@@ -41,6 +38,7 @@ _KNOWN = frozenset(
         "output_router_logits",
         "position_ids",
         "return_dict",
+        "shift_labels",
         "sliding_window",
     )
 )
@@ -53,90 +51,8 @@ _KNOWN |= {
     "training",
     "return_loss",
 }
-# The mask of padded keys in a cache: the others are contiguous in each sequence. The tensors of `key_padding` would be
-# computed again in every call.
-SPAN: dict[str, Any] = {
-    "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
-    "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
-}
-LONGEST_NAME = 64  # maximum length of a spec's name
 MOST_QUERIES = 16  # maximum number of queries of a sequence for split-KV kernels
-
-
-Padded = Literal["", "spans", "padded"]  # which keys are not padding: all, a contiguous span, or any
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The properties of a layer that determine its spec, except its mask."""
-
-    sharing: str
-    widths: tuple[int, int]
-    wide: bool
-    tf32: bool
-    softcap: float | None
-    sink: bool
-    bias: bool
-    dropout: bool
-    decodes: bool
-
-    def spec(self, formula: Formula, padded: Padded) -> dict[str, Any]:
-        """Return the spec of a layer with a mask, as plain data."""
-        keys: dict[Padded, list[Any]] = {"": [], "spans": [SPAN], "padded": ["key_padding"]}
-        parts = [*formula.parts, *keys[padded]]
-        scores: list[Any] = [] if self.softcap is None else [{"softcap": self.softcap}]
-        scores += [{"dense_bias": {"learnable": not self.decodes}}] if self.bias else []
-        scores += [{"sink": {"learnable": not self.decodes}}] if self.sink else []
-        qk, v = self.widths
-        data = {
-            "name": self._name(formula, padded),
-            "heads": {"sharing": self.sharing},
-            "head_dim": qk if qk == v else {"qk": qk, "v": v},
-            "dtype": ["fp32"] if self.wide else ["bf16", "fp16"],
-            "mask": parts[0] if len(parts) == 1 else {"all_of": parts} if parts else "none",
-        }
-        data |= {"fp32_precision": "tf32"} if self.tf32 else {}
-        data |= {"score": scores} if scores else {}
-        data |= {"dropout": True} if self.dropout else {}
-        return data | ({"cache": "contiguous", "backward": False} if self.decodes else {})
-
-    def _name(self, formula: Formula, padded: Padded) -> str:
-        """Return a spec's name made from the layer's properties."""
-        words = ["decode"] * self.decodes + [_word(part) for part in formula.parts]
-        words += [padded] * bool(padded)
-        words += ([] if self.softcap is None else [f"softcap_{self.softcap:g}"]) + ["bias"] * self.bias
-        words += ["sink"] * self.sink + ["dropout"] * self.dropout + ["tf32" if self.tf32 else "fp32"] * self.wide
-        qk, v = self.widths
-        name = re.sub(
-            "[^a-z0-9]", "_", "_".join(["layer", *words, self.sharing, f"d{qk}" if qk == v else f"d{qk}_{v}"])
-        )
-        return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 7]}_{_digest(name)}"
-
-
-def _word(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if "expr" in part:
-        return f"mask_{_digest(repr(part))}"
-    name, fields = next(iter(part.items()))
-    if name == "sliding_window":
-        return f"window_{fields['left']}_{fields['right']}" if fields["right"] else f"window_{fields['left'] + 1}"
-    return {"document": "packed"}.get(name, str(name))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-_MODULES: dict[tuple[Layer, Formula, Padded], ModuleType] = {}
-FOUND: dict[str, ModuleType] = {}  # modules built ahead of time, by the hash of their spec; `prefer` adds to them
 _RECORDING: list[tuple[list[tuple[Layer, Formula]], list[str]]] = []
-
-
-def prefer(modules: Iterable[ModuleType]) -> None:
-    """Use these modules for layers with their specs from now on, in place of modules of the cache."""
-    FOUND.update((module.SPEC_HASH, module) for module in modules)
-    _MODULES.clear()
 
 
 @contextmanager
@@ -182,10 +98,7 @@ def attend(
         ([B, Nq, Hq, D], None). A layer that attngen does not support runs by the model's own eager function, with one
         warning for each reason and class of layers, and returns weights too.
     """
-    device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        # SDPA casts too; rotations may have promoted the dtype of q and k above that of v.
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    query, key, value = cast_for_autocast(query, key, value)
     mask = attention_mask
     if mask is None:
         mask = _implied(module, query, key, is_causal)
@@ -193,7 +106,7 @@ def attend(
     if more.get("cu_seq_lens_q") is not None and isinstance(mask, Mask):
         mask = _with_documents(mask, more["cu_seq_lens_q"], more.get("cu_seq_lens_k"))
     given = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
-    why = _unsupported(mask, query, key, value, more)
+    why = unsupported(mask, query, key, value, more)
     if not why and isinstance(mask, Mask):
         forward_only = not dropout and not _needs_gradients(query, key, value, s_aux, position_bias)
         decodes = forward_only and _can_decode(mask, query, key)
@@ -204,7 +117,7 @@ def attend(
         return _zeros(query, value), None
     if why or not isinstance(mask, Mask):
         return run_by_eager(why, module, query, key, value, mask, {**given, **more})
-    layer = _layer(query, key, value, dropout, softcap, s_aux is not None, position_bias is not None, decodes)
+    layer = layer_of(query, key, value, dropout, softcap, s_aux is not None, position_bias is not None, decodes)
     if _RECORDING:
         _RECORDING[-1][0].append((layer, mask.formula))
         return _zeros(query, value), None
@@ -212,29 +125,13 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _layer(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    softcap: float | None,
-    sink: bool,
-    bias: bool,
-    decodes: bool,
-) -> Layer:
-    wide = query.dtype == torch.float32
-    groups = query.shape[1] // max(1, key.shape[1])
-    return Layer(
-        sharing="mha" if groups == 1 else "mqa" if key.shape[1] == 1 else "gqa",
-        widths=(query.shape[3], value.shape[3]),
-        wide=wide,
-        tf32=wide and torch.get_float32_matmul_precision() != "highest",
-        softcap=softcap,
-        sink=sink,
-        bias=bias,
-        dropout=dropout > 0,
-        decodes=decodes,
-    )
+def cast_for_autocast(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return q, k and v in autocast's dtype if it is on, as SDPA does. Rotations may have promoted the dtype of q and k
+    above that of v."""
+    device = qkv[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return qkv
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in qkv)
 
 
 def _needs_gradients(*tensors: torch.Tensor | None) -> bool:
@@ -255,7 +152,7 @@ def _run(
     """Call the module of a layer, and return its output [B, Hq, Nq, D]."""
     decodes = layer.decodes
     padded: Padded = "" if mask.padding is None else "spans" if decodes and mask.span else "padded"
-    built = _module(layer, mask.formula, padded)
+    built = module_of(layer, mask.formula, padded)
     inputs = dict(mask.inputs)
     if padded == "spans" and mask.span:
         inputs |= dict(zip(SPAN["params"], mask.span))
@@ -315,7 +212,7 @@ def _with_documents(mask: Mask, starts: torch.Tensor, starts_k: torch.Tensor | N
     return documents
 
 
-def _unsupported(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> str:
+def unsupported(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> str:
     """Return why attngen does not support a layer; empty text if it does."""
     if not isinstance(mask, Mask):
         return f"the model was given a mask [{', '.join(map(str, mask.shape))}] of its own"
@@ -409,27 +306,6 @@ def _first_keys(mask: Mask, end: int) -> Mask:
     inputs = {name: part(name, x) for name, x in mask.inputs.items()}
     padding = None if mask.padding is None else mask.padding[:, :end]
     return Mask((batch, n_q, end), mask.formula, inputs, padding, end - n_q, lambda: mask.dense()[..., :end])
-
-
-def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
-    """Return the module of a layer's spec: built ahead of time, from the cache, or built now."""
-    from attngen.api import build
-    from attngen.spec import make_spec
-
-    key = (layer, formula, padded)
-    found = _MODULES.get(key)
-    if found is None:
-        data = layer.spec(formula, padded)
-        with warnings.catch_warnings():  # about masks that may not mean what their authors intended
-            warnings.simplefilter("ignore")
-            ahead = FOUND.get(make_spec(data).hash()) if FOUND else None
-            found = _MODULES[key] = ahead or build(data)
-        if FOUND and ahead is None:
-            warn_once(
-                f"no module that `register` was given is of `{data['name']}`; it was built now, or is the cache's",
-                data["name"],
-            )
-    return found
 
 
 def _with_plan(
