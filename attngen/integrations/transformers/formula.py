@@ -236,6 +236,13 @@ def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] |
     return rest, ids, remapped
 
 
+def of_rows(function: MaskFunction) -> MaskFunction:
+    """Return a mask function without the packed sequences that transformers found, or mistook, in positions of only
+    some rows of a sequence."""
+    inside = _packed(function)
+    return function if inside is None else inside[0]
+
+
 def _never_falls(ids: torch.Tensor) -> bool:
     """True if the numbers of sequences never fall along a row. This waits for the device, as transformers does."""
     return ids.is_meta or not bool((ids.diff(dim=1) < 0).any())
