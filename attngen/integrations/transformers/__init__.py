@@ -19,12 +19,12 @@ from attngen.errors import AttngenError
 __all__ = ["register", "shard_batch", "sum_gradients"]
 _HOMES = {
     "shard_batch": "attngen.integrations.transformers.batch",
-    "sum_gradients": "attngen.integrations.transformers.gradients",
+    "sum_gradients": "attngen.distributed.gradients",
 }
 
 if TYPE_CHECKING:
+    from attngen.distributed.gradients import sum_gradients as sum_gradients
     from attngen.integrations.transformers.batch import shard_batch as shard_batch
-    from attngen.integrations.transformers.gradients import sum_gradients as sum_gradients
 else:
 
     def __getattr__(name: str) -> Any:
