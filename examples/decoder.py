@@ -145,8 +145,11 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(d_model, heads, variant) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+    def forward(self, tokens: torch.Tensor, attend: Attend, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """positions: those of the tokens in their sequence, int64 [N]; by default 0, 1, ..."""
+        x = self.embed(tokens) + (
+            self.position.weight[: tokens.shape[1]] if positions is None else self.position(positions)
+        )
         for block in self.blocks:
             x = checkpoint(block, x, attend, use_reentrant=False) if self.checkpointed else block(x, attend)
         return self.head(self.norm(x))

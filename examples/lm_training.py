@@ -14,6 +14,7 @@ from typing import Any
 import lm_page
 import torch
 from decoder import DTYPES, PLAIN, Attend, Decoder, Variant
+from lm_ranks import Part
 from lm_text import Text, windows
 from torch.nn import functional as F
 
@@ -74,27 +75,31 @@ class Trainer:
         )
         self.step = Replayed(self.update) if graph else self.update
         plain = functools.partial(chosen.attend, window=chosen.window) if chosen.name in PLAIN else chosen.attend
-        self.exact: Attend = plain
-        self.attend: Attend = functools.partial(plain, dropout_p=dropout) if dropout else plain
+        self.part = Part(chosen, args.mesh, args.device, seq, plain)
+        self.exact: Attend = self.part.attend
+        self.attend: Attend = functools.partial(self.exact, dropout_p=dropout) if dropout else self.exact
 
     def loss(self, batch: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The mean loss of the next token over sequences [B, seq + 1]."""
+        """The mean loss of the next token over sequences [B, seq + 1]; on several ranks, this one's part of the sum."""
+        rows, following = self.part.rows(batch[:, :-1]), self.part.rows(batch[:, 1:])
         with torch.autocast(self.device, DTYPES[self.dtype], enabled=self.dtype != "fp32"):
-            logits = self.model(batch[:, :-1], attend)
-        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+            logits = self.model(rows, attend, self.part.positions)
+        total = F.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum")
+        return total / batch[:, 1:].numel()
 
     def update(self, batch: torch.Tensor) -> None:
         """One step of the optimizer."""
         loss = self.loss(batch, self.attend)
         self.optimizer.zero_grad()
         loss.backward()
+        self.part.sum_gradients(self.model)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
 
     @torch.no_grad()
     def perplexity(self, batches: list[torch.Tensor]) -> float:
         """exp of the mean loss per token over validation batches."""
-        losses = torch.stack([self.loss(batch, self.exact) for batch in batches])
+        losses = self.part.total(torch.stack([self.loss(batch, self.exact) for batch in batches]))
         sizes = torch.tensor([len(batch) for batch in batches], device=losses.device)
         return math.exp(min(((losses * sizes).sum() / sizes.sum()).item(), 700))
 

@@ -2,12 +2,14 @@
 
     python examples/train_lm.py --attention naive sdpa causal_mqa        # five epochs of each
     python examples/train_lm.py --attention naive my/module --dropout 0 0.1 --seeds 0 1 --speed 16x512 8x4096 --out DIR
+    torchrun --nproc-per-node 2 examples/train_lm.py --attention naive causal_mqa --context-parallel 2
     python examples/train_lm.py --report docs/lm-training.md --from DIR  # the page and its plot, from what --out wrote
 
 Every tenth file of the text is held out for validation, or the end of a single file. Tokens are the most frequent
 words of the training text; other words are spelt in bytes. A seed fixes the initial weights and the batches, the same
 for all attentions, and the dropout of each. Without a GPU the kernels run in Triton's interpreter, which is slow, so
-sizes are tiny there.
+sizes are tiny there. With --context-parallel, modules train with the rows of each sequence on several ranks; naive
+attention and SDPA train as on one, on each rank.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_page
+import lm_ranks
 import torch
 from decoder import DTYPES, PLAIN, Variant, stop, variant
 from lm_text import Text, read_text
@@ -111,6 +114,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
             "dtype": args.dtype,
             "checkpoint": args.checkpoint,
             "graph": args.graph,
+            **({"context_parallel": args.context_parallel} if args.mesh else {}),
         },
         "data": text.about,
         "environment": environment(args.device),
@@ -120,7 +124,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     work: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("speed", functools.partial(measure, args, text, v, dropout, size, mode))
         for size, dropout, mode, v in itertools.product(args.speed, args.dropout, lm_page.MODES, chosen)
-        if mode != "graph" or args.device == "cuda"
+        if mode != "graph" or (args.device == "cuda" and args.mesh is None)
     ]
     work += [
         ("runs", functools.partial(train, args, text, v, dropout, seed))
@@ -137,7 +141,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
             break
         results[kind].append(run())
         longest[kind] = max(longest[kind], time.perf_counter() - now)
-        if args.out:
+        if args.out and (args.mesh is None or args.mesh.get_local_rank() == 0):
             write(results, args.out)
     return results
 
@@ -220,6 +224,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="start nothing that would end later than in S seconds, judged by the longest run yet",
     )
+    option(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train modules with each sequence on N ranks, which torchrun starts [1]",
+    )
     option("--out", type=Path, metavar="DIR", help="write results.json and curves.csv to this folder, after every run")
     add_report_options(parser)
     option("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -270,6 +281,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--dropout {p:g}: expected a probability from 0 up to, not including, 1")
     if args.graph and (args.device == "cpu" or args.checkpoint):
         parser.error(f"--graph: expected a GPU, and no --checkpoint; the device is {args.device}")
+    if args.context_parallel < 1 or args.context_parallel > 1 and (args.graph or args.budget):
+        parser.error(
+            f"--context-parallel {args.context_parallel}: expected 1 or more, and with more no --graph and no --budget"
+        )
     if bool(args.report) != bool(args.sources):
         parser.error(
             "--report and --from: expected both or neither; the page is written from the results of earlier runs"
@@ -284,6 +299,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before a generated module imports Triton
+    args.mesh = lm_ranks.start(args.context_parallel, args.device) if args.context_parallel > 1 else None
     results = study(args)
     verdicts = lm_page.verdicts(results["runs"])
     for verdict in verdicts:

@@ -130,6 +130,28 @@ def test_the_page_says_what_the_results_say(
         lm_page.load([study[0], tmp_path])
 
 
+@pytest.mark.nightly
+def test_a_module_on_two_ranks_learns_as_naive_attention_does(data: Path, tmp_path: Path) -> None:
+    """Sequences of 80 tokens lie in two chunks; losses and gradients are those of one process, so the curves agree."""
+    script = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "examples" / "train_lm.py"), *SMALL]
+    sizes = ["--seq", "80", "--epoch-tokens", "80", "--val-tokens", "80", "--heads", "2", "--lr", "0.003"]
+    names = ["naive", "causal_mqa", "causal_dropout_mqa"]
+    options = ["--context-parallel", "2", "--attention", *names, "--data", str(data), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *script, *sizes, *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    curves = {run["attention"]: run["perplexity"] for run in results["runs"]}
+    assert [*curves] == names and results["settings"]["context_parallel"] == 2
+    for curve in curves.values():
+        assert curve == pytest.approx(curves["naive"], rel=1e-2) and curve[0] > curve[1] > curve[2]
+    assert done.stdout.count("epoch 2   perplexity") == 3  # one rank prints
+
+
 def test_without_a_plotting_library_the_report_says_so(
     examples: tuple[ModuleType, ModuleType], study: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
