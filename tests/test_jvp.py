@@ -379,7 +379,7 @@ def test_an_input_without_gradient_has_no_tangent(device: str, tmp_path: Any) ->
 def test_a_module_without_a_backward_has_no_forward_mode(device: str, tmp_path: Any) -> None:
     module = module_of(make_spec({"name": "with_cache", "head_dim": 32, "backward": False}), tmp_path / "served")
     q = torch.randn(1, 2, 20, 32, device=device, dtype=torch.float16)
-    sentence = r"no forward mode \(its spec says `backward: false`\)"
+    sentence = r"no forward mode \(its spec says `backward: false` or `positions`\)"
     with pytest.raises(NotImplementedError, match=sentence):
         torch.func.jvp(lambda q: module.attention(q, q, q), (q,), (q,))
     with forward_ad.dual_level():

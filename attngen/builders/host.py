@@ -230,8 +230,8 @@ def _launch_fused(b: HostBuilder, module: Module, fused: Kernel) -> None:
 def _initial(module: Module, arg: Arg) -> dict[str, Any]:
     """What a tensor of the fused backward is filled with: sums with 0.
 
-    With chunks, a call may have a part of the keys, and gets the LSE of all of them. A row that sees none of the part is
-    then not told by its LSE, and no program writes its dQ.
+    With chunks, a call may have a part of the keys, and gets the LSE of all of them. No program writes the dQ of a row
+    that sees none of the part, and its LSE does not tell.
     """
     if arg.role == "sum":
         return {"fill": sympy.Integer(0)}

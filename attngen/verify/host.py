@@ -34,7 +34,7 @@ from attngen.ir.split_kv import max_work_items
 from attngen.tiles.launches import rows_are_aligned
 from attngen.verify.dependent_launch import host_dependent_launch
 from attngen.verify.host_writes import written
-from attngen.verify.positions import lengths
+from attngen.verify.positions import lengths, sums_of_part
 
 Rule = Callable[[Module, Host], Iterator[str]]
 GRADIENTS = ("dQ", "dK", "dV")
@@ -139,7 +139,9 @@ def _named(op: Op, sizes: set[str]) -> list[str]:
     where = getattr(op, "where", sympy.true)
     filled = getattr(op, "fill_where", sympy.true)
     number = [op.expr] if isinstance(op, Map) and not op.type.dims else []
-    names = {str(s) for e in (where, filled, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
+    names = {
+        str(s) for e in (where, filled, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols
+    }
     return sorted((names - FOUND.keys() - sizes) | (set(SHARES.values()) & set(getattr(op, "type", Type("")).dims)))
 
 
@@ -188,7 +190,8 @@ def _viewed(by: str, dims: tuple[str, ...], have: tuple[str, ...]) -> tuple[str,
 
 def launches(module: Module, host: Host) -> Iterator[str]:
     """Each argument of a kernel is a host value with the type that the kernel declares. The kernel's grid is over known
-    sizes. Kernels that compute positions get the lengths of the whole sequence.
+    sizes. Kernels that compute positions get the lengths of the whole sequence, and sums of dQ that are 0 where no
+    program writes them.
 
     A fused backward that reads a number per score is launched only where TMA can read and write these numbers.
     """
@@ -219,6 +222,7 @@ def launches(module: Module, host: Host) -> Iterator[str]:
         yield from (f"launch @{op.kernel}: {reason}" for reason in _capacity(module, host, op, kernel))
         yield from (f"launch @{op.kernel}: {reason}" for reason in _items(host, op, kernel))
         yield from (f"launch @{op.kernel}: {reason}" for reason in lengths(op, kernel))
+        yield from (f"launch @{op.kernel}: {reason}" for reason in sums_of_part(host, op, kernel))
         yield from _grid(host, op, kernel)
     yield from _split_alike(kernels, host)
 

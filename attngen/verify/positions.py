@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import sympy
+
 from attngen.ir.core import TENSORS
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.host import Launch
+from attngen.ir.host import Alloc, Host, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import AT_HAND, SHAPES, START_RANKS, STARTS, WHOLE_LENGTHS
@@ -69,3 +71,16 @@ def lengths(op: Launch, kernel: Kernel) -> Iterator[str]:
     for name, e in expected.items() if kernel.places else ():
         if given[name] != e:
             yield f"{name} is `{to_text(given[name])}`; expected `{to_text(e)}`, as calls have chunks of a sequence"
+
+
+def sums_of_part(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+    """A fused backward that writes dQ first and adds to it later gets dQ filled with 0 where the call has a part of the
+    keys: no program writes rows that see none of them, whose LSE may be finite."""
+    if not (kernel.places and kernel.adds_in_order):
+        return
+    is_part = sympy.Lt(symbol("Nk"), symbol(WHOLE_LENGTHS["Nk"]))
+    for name in (arg.name for arg in kernel.args if arg.name == "DQ_ACC" and arg.role == "out"):
+        made = host.by_name[dict(op.args).get(name, name)]
+        if not isinstance(made, Alloc) or made.fill != 0 or made.fill_where not in (sympy.true, is_part):
+            condition = f"fill(0) fill_where({to_text(is_part)})"
+            yield f"%{name} is not 0 in rows that see no key of the call; expected `{condition}`"

@@ -218,6 +218,16 @@ def test_a_launch_without_the_lengths_of_the_whole_sequence_is_refused(new: str,
     assert error.value.rule == "host-launches" and reason in error.value.reason
 
 
+@pytest.mark.parametrize("filled", ["", " fill(1)", " fill(0) fill_where(Nk > kv_len)"])
+def test_sums_of_dq_that_a_part_of_the_keys_leaves_unwritten_are_refused(filled: str) -> None:
+    made = "%DQ_ACC = alloc"
+    text = edit(print_module(lowered("causal")), (f"{made} fill(0) fill_where(Nk < kv_len)", made + filled))
+    with pytest.raises(VerifyError) as error:
+        verify(parse_module(text))
+    assert error.value.rule == "host-launches", error.value
+    assert "%DQ_ACC is not 0 in rows that see no key of the call" in error.value.reason
+
+
 @pytest.mark.share(8)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_that_evaluate_the_mask_get_positions(name: str) -> None:
