@@ -72,6 +72,8 @@ def kind(command: Command) -> str:
         return "cuda" if needs_gpu and "--help" not in words else "run"
     if command.names("git", "cd", ".", "source", "exec"):
         return "elsewhere"
+    if command.names("torchrun"):
+        return "run"
     assert command.names("sed", "cat", "cp", "mkdir", "ls", "head", "export", "echo"), f"no rule for `{command.text}`"
     return "run"
 
@@ -81,7 +83,8 @@ def is_long(command: Command) -> bool:
     arguments = command.arguments
     if arguments is not None:
         return arguments[0] in ("test", "verify")
-    return command.names("python") and "examples/" in command.text and "--help" not in command.words
+    started = command.names("python", "torchrun")
+    return started and "examples/" in command.text and "--help" not in command.words
 
 
 def of_kind(page: str, *kinds: str) -> list[Command]:
@@ -233,7 +236,8 @@ def checkout(tmp_path: Path) -> Path:
     for name, content in BROUGHT.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "bin").mkdir()
-    for program, module in {"python": "", "pip": "-m pip", "attngen": "-m attngen"}.items():
+    modules = {"python": "", "pip": "-m pip", "attngen": "-m attngen", "torchrun": "-m torch.distributed.run"}
+    for program, module in modules.items():
         script = tmp_path / "bin" / program
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         script.chmod(0o755)

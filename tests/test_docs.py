@@ -50,6 +50,11 @@ def test_excerpts_of_ir_are_real() -> None:
         *lowered("causal_mqa").values(),
         *lowered("decode_mla").values(),
         *lowered("causal_d512_gqa").values(),
+        pipeline.lower(
+            make_spec(
+                {"name": "chunks", "heads": {"sharing": "gqa"}, "head_dim": 128, "mask": "causal", "positions": {}}
+            )
+        ),
         *(
             m
             for name in (

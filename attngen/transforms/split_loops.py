@@ -22,7 +22,7 @@ If calls have chunks of a sequence, bounds are tiles of the whole sequence, and 
 of the call:
 
 after:   %kv_end = map expr(d) : i32[]
-         %kv_end_at = list_position %KV_CHUNK_RANK tile(kv_end) : i32[]
+         %kv_end_at = list_position %KV_START_RANK tile(kv_end) : i32[]
          %keys_partial = loop kv ranges(kv_full_end_at .. kv_end_at) ...
 
 With block lists, the position counts listed tiles, up to the last tile whose program visits this one:
