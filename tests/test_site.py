@@ -55,7 +55,8 @@ def test_the_reference_has_every_mask_modifier_command_and_function() -> None:
     assert titles("reference/commands.md") == [f"attngen {name}" for name in COMMANDS]
     public = [name for name in attngen.__all__ if not name.startswith("_")]
     assert titles("reference/python.md") == [
-        f"attngen.{name}" for name in (*public, "integrations.transformers.register")
+        f"attngen.{name}"
+        for name in (*public, "distributed.plan", "distributed.attention", "integrations.transformers.register")
     ]
     assert set(Spec.model_fields) <= set(rows("reference/spec.md"))
 

@@ -206,6 +206,10 @@ def language_page() -> str:
 def python_page() -> str:
     """The public functions of `attngen`, with their docstrings."""
     functions = {name: home for name in attngen.__all__ if (home := attngen._HOMES.get(name))}
+    functions |= {
+        "distributed.plan": "attngen.distributed.planned",
+        "distributed.attention": "attngen.distributed.planned",
+    }
     functions["integrations.transformers.register"] = "attngen.integrations.transformers"
     return rendered(
         "python.md.jinja", functions=[_function(f"attngen.{name}", home) for name, home in functions.items()]
