@@ -30,11 +30,11 @@ Loops = typer.Option("--loops", help="also the ranges of each loop over tiles")
 Formulas = typer.Option("--formulas", help="also closed forms of FLOPs, bytes, shared memory")
 Json = typer.Option("--json", help="print the answers as JSON instead")
 Theory = typer.Option("--theory", help="theorems instead: closed forms, orders, limits")
-Gpus = typer.Option(
-    "--gpus", min=1, max=1024, help="context parallelism instead, on nodes of as many GPUs [default: 8]"
+Gpus = typer.Option("--gpus", min=1, max=1024, help="predict context parallelism instead: GPUs of a node [default: 8]")
+Nodes = typer.Option(
+    "--nodes", min=1, max=1024, help="predict context parallelism instead: number of nodes [default: 1]"
 )
-Nodes = typer.Option("--nodes", min=1, max=1024, help="context parallelism instead, on as many nodes [default: 1]")
-Kind = choice(list(LINKS), help="with --gpus or --nodes: which GPUs")
+Kind = choice(list(LINKS), help="with --gpus or --nodes: the kind of GPU")
 
 
 DETAILS = """
@@ -42,7 +42,7 @@ The page of --html also has charts and maps of tiles, what each pass changes, an
 that loads no other. Keys of --json: module, mask, score, heads, head_dim, dtypes, size; devices, with their calls
 (fits, seconds_at_least, bound, flops, hbm_bytes, loaded_bytes, extra_bytes, kernels); kernels, by device class and
 rows of a call (more_than, at_most); does_not_fit; not_warp_specialized; inputs_that_hide_nothing (figures assume
-that they do).
+that they do). The tables of --gpus and --nodes are explained below them, and in docs/distributed.md.
 """  # below the options in its help
 
 
@@ -50,7 +50,9 @@ def explain(
     spec: SpecPath,
     n: Annotated[int, typer.Option("--seq", min=1, max=2**24, help="queries and keys")] = 16384,
     batch: Annotated[int, typer.Option(min=1, max=2**16, help="sequences")] = 1,
-    heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="query heads [default: 16]")] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, max=2**16, help="query heads [default: 16; 32 with --gpus or --nodes]")
+    ] = None,
     kv_heads: Annotated[
         int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")
     ] = None,
@@ -72,6 +74,8 @@ def explain(
     For every device that attngen knows, at the problem size of the options: the least time by the roofline model,
     FLOPs, bytes of device memory, extra memory, and the kernels, portable or warp-specialized for Hopper, by the size
     of a call. No GPU is needed.
+
+    With --gpus or --nodes, what the methods of context parallelism send, hold and take on a cluster.
 
     \b
     attngen explain causal_mqa

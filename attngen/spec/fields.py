@@ -118,8 +118,8 @@ class SpecFields(BaseModel):
     )
     positions: Positions | None = Field(
         default=None,
-        description="calls have chunks of a sequence, and `q_chunks` and `kv_chunks` say where each starts in the "
-        "whole: {chunk: 384}",
+        description="calls have chunks of a longer sequence, for context parallelism, and say where each starts: "
+        "{chunk: 384}",
     )
     schedule: Schedule = Schedule()
     outputs: Annotated[tuple[Annotated[str, AfterValidator(_output_name)], ...], BeforeValidator(_parse_list)] = Field(

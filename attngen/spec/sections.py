@@ -149,7 +149,8 @@ class Positions(BaseModel):
         ge=64,
         le=4096,
         multiple_of=64,
-        description="rows of a chunk, which tiles of kernels divide; 384 allows all tiles up to 128 rows, and 192",
+        description="rows of a chunk, which have to be a multiple of the rows of kernels' tiles: 384 allows all tiles "
+        "up to 128 rows, and 192",
     )
 
 
