@@ -186,10 +186,10 @@ def test_inputs_of_a_call_are_refused_in_one_clause() -> None:
 
 def test_why_heads_cannot_be_divided_follows_from_the_ir() -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("causal_dropout_mqa", {"dropout_p": 0.1}, "dropout counts heads"),
+        ("causal_dropout_mqa", {"dropout_p": 0.1}, "dropout depends on the number of a head"),
         ("causal_dropout_mqa", {}, ""),
         ("alibi_mha", {}, "alibi_slopes follows from the number of heads"),
-        ("heads_apart", {}, "the mask or the scores count heads"),
+        ("heads_apart", {}, "the mask or the scores depend on the number of a head"),
         ("block_sparse_mha", {"block_mask": torch.ones(4, 4, 4, dtype=torch.bool)}, "the block mask differs between"),
         ("block_sparse_mha", {"block_mask": torch.ones(1, 4, 4, dtype=torch.bool)}, ""),
         *((name, {}, "") for name in ("sinks_window_gqa", "relative_bias_mha", "document_gqa", "temperature_mha")),

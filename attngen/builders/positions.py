@@ -34,7 +34,7 @@ def chunk_inputs(chunk: int) -> tuple[Input, ...]:
             name,
             "i32",
             (dim,),
-            f"where each {chunk} {what} of the call start in the whole sequence, in rising order",
+            f"rows of the whole sequence at which the call's chunks of {what} start: multiples of {chunk}, rising",
             ("least=0", f"most={length}", "rising"),
         )
         for (name, dim), what, length in zip(CHUNKS.values(), rows, WHOLE_LENGTHS.values())

@@ -35,8 +35,8 @@ class LocalKernel(Protocol):
         ...
 
     def needs_all_heads(self, inputs: Mapping[str, Any]) -> str:
-        """Return why a rank cannot compute a part of the heads, as a clause such as "dropout counts heads"; empty text
-        if it can."""
+        """Return why a rank cannot compute a part of the heads, as a clause such as "dropout depends on the number of a
+        head"; empty text if it can."""
         ...
 
     def forward(

@@ -100,9 +100,9 @@ class ModuleKernel:
     def needs_all_heads(self, inputs: Inputs) -> str:
         """Return why a rank cannot compute a part of the heads, as a clause; empty text if it can."""
         if self.ir.dropout and inputs.get("dropout_p", 0):
-            return "dropout counts heads"
+            return "dropout depends on the number of a head"
         if "Hq" not in self.module.SIGNATURE.shards:
-            return "the mask or the scores count heads"
+            return "the mask or the scores depend on the number of a head"
         for d in self.ir.derived:
             heads = {"Hq", "Hkv"}
             if heads & {*d.sources}:

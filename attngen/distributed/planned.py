@@ -45,11 +45,12 @@ def plan(
     batch: int = 1,
     prove: bool | None = None,
 ) -> Shard:
-    """Decide which rank holds which rows of a sequence and what ranks send to each other. It sends nothing itself; all
+    """Decide which rank holds which rows of a sequence, and what ranks send to each other. It sends nothing itself; all
     ranks call it with equal arguments, and the first call of `attention` compares their plans.
 
     The visible scores of each pair of chunks are counted from the mask's formula. Ranks get equal numbers of rows and,
-    as far as chunks allow, of visible scores; only keys that some query of a rank sees are needed there.
+    as far as chunks allow, equal numbers of visible scores. A rank needs only chunks with a key that one of its queries
+    sees.
 
     Args:
         module: what `attngen.build` returns for a spec with `positions`, or its `attention`.
@@ -60,16 +61,18 @@ def plan(
             int64 [documents + 1], or a list. `attention` passes them to the module.
         method: "all_gather", "ring", "ulysses", "ulysses+all_gather" or "ulysses+ring", as in `Shard`; "auto" is the
             one that is predicted to take the least time, forward and backward, of those that fit in memory.
-        balance: "auto", or which rows ranks hold: "contiguous", "head_tail" or "greedy".
+        balance: which rows ranks hold: "contiguous", "head_tail" or "greedy" (chunks by falling work, each to the rank
+            with the least so far); "auto" compares these, improved by exchanges of chunks.
         layout: the rows of each rank, in place of `balance`, for several masks of one sequence: those of a model's
             layers, which pass rows to each other.
         inputs: what the mask reads, by the keywords of a call and of the whole sequence, such as lengths, document ids
             or a block mask.
-        q_heads, kv_heads: numbers of heads, for masks that differ between heads and for "auto", which takes a Ulysses
-            method only if they are given.
+        q_heads: number of query heads, for masks that differ between heads, and for method "auto", which considers
+            Ulysses only if it is given.
+        kv_heads: number of K/V heads, for the same.
         batch: sequences of a call, for "auto".
         prove: whether to prove that each visible score is computed once, with keys that its rank has by then. By
-            default a plan of at most 4096 pairs of chunks is proved.
+            default a plan of at most 64 chunks is proved.
 
     Returns:
         the plan. `Shard.scatter` takes this rank's rows of a tensor, `Shard.position_ids` are their positions.
@@ -81,12 +84,12 @@ def plan(
     given = dict(inputs or {})
     ends = None if cu_seqlens is None else [int(end) for end in cu_seqlens]
     rows = _rows(seq_len, ends)
-    ranks, heads = _ranks(mesh), _heads(kernel, given, q_heads, kv_heads)
+    heads = _heads(kernel, given, q_heads, kv_heads)
     counted = heads if None not in heads else (1, 1)  # where they are not known, the mask is the same for all
     visible = count(kernel.ir, rows, kernel.chunk, given, ends, *counted)  # type: ignore[arg-type]
     if method == "auto":
         divides = q_heads is not None and not kernel.ir.dropout and not kernel.needs_all_heads(given)
-        method = _fastest(visible, ranks, _sizes(kernel, heads, batch), divides)
+        method = _fastest(visible, _ranks(mesh), _sizes(kernel, heads, batch), divides)
     cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
     shard = _shard(visible, mesh, method, layout or balance, cuts)
     if prove or (prove is None and shard.layout.chunks**2 <= MOST_PROVED):

@@ -89,14 +89,7 @@ def register(
             "and `/`"
         )
     if modules is not None:
-        from attngen.api import load
-
-        folders = sorted(path.parent for path in Path(modules).glob("*/schedule.ir"))
-        if not folders:
-            raise AttngenError(
-                f"register: {modules} has no generated module; expected what `attngen build --out` writes"
-            )
-        prefer(map(load, folders))
+        prefer(_modules_in(Path(modules)))
     functions: tuple[Any, Any] = attend, mask_of
     if mesh is not None:
         from attngen.integrations.transformers.ranks import OverRanks
@@ -105,3 +98,13 @@ def register(
         functions = over_ranks.attend, over_ranks.mask_of
     AttentionInterface.register(name, functions[0])
     AttentionMaskInterface.register(name, functions[1])
+
+
+def _modules_in(folder: Path) -> list[Any]:
+    """Load the generated modules of a folder. Raise AttngenError if it has none."""
+    from attngen.api import load
+
+    found = sorted(path.parent for path in folder.glob("*/schedule.ir"))
+    if not found:
+        raise AttngenError(f"register: {folder} has no generated module; expected what `attngen build --out` writes")
+    return [load(module) for module in found]
