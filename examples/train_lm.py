@@ -219,12 +219,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ),
     )
     option(
-        "--budget",
-        type=float,
-        metavar="S",
-        help="start nothing that would end later than in S seconds, judged by the longest run yet",
-    )
-    option(
         "--context-parallel",
         type=int,
         default=1,
@@ -245,6 +239,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
+    option(
+        "--budget",
+        type=float,
+        metavar="S",
+        help="start nothing that would end later than in S seconds, judged by the longest run yet",
+    )
     option(
         "--report",
         type=Path,

@@ -48,9 +48,8 @@ def plan(
     """Decide which rank holds which rows of a sequence, and what ranks send to each other. It sends nothing itself; all
     ranks call it with equal arguments, and the first call of `attention` compares their plans.
 
-    The visible scores of each pair of chunks are counted from the mask's formula. Ranks get equal numbers of rows and,
-    as far as chunks allow, equal numbers of visible scores. A rank needs only chunks with a key that one of its queries
-    sees.
+    Ranks get equal numbers of rows and, as far as chunks allow, equal numbers of visible scores, which are counted from
+    the mask's formula. A rank needs only chunks with a key that one of its queries sees.
 
     Args:
         module: what `attngen.build` returns for a spec with `positions`, or its `attention`.
@@ -67,12 +66,11 @@ def plan(
             layers, which pass rows to each other.
         inputs: what the mask reads, by the keywords of a call and of the whole sequence, such as lengths, document ids
             or a block mask.
-        q_heads: number of query heads, for masks that differ between heads, and for method "auto", which considers
-            Ulysses only if it is given.
-        kv_heads: number of K/V heads, for the same.
+        q_heads, kv_heads: numbers of heads, for masks that differ between heads, and for method "auto", which considers
+            Ulysses only if they are given.
         batch: sequences of a call, for "auto".
-        prove: whether to prove that each visible score is computed once, with keys that its rank has by then. By
-            default a plan of at most 64 chunks is proved.
+        prove: whether to prove that each visible score is computed once, with keys that its rank has by then; by
+            default if there are at most 64 chunks.
 
     Returns:
         the plan. `Shard.scatter` takes this rank's rows of a tensor, `Shard.position_ids` are their positions.
@@ -83,17 +81,15 @@ def plan(
     kernel = module_kernel(module)
     given = dict(inputs or {})
     ends = None if cu_seqlens is None else [int(end) for end in cu_seqlens]
-    rows = _rows(seq_len, ends)
     heads = _heads(kernel, given, q_heads, kv_heads)
     counted = heads if None not in heads else (1, 1)  # where they are not known, the mask is the same for all
-    visible = count(kernel.ir, rows, kernel.chunk, given, ends, *counted)  # type: ignore[arg-type]
+    visible = count(kernel.ir, _rows(seq_len, ends), kernel.chunk, given, ends, *counted)  # type: ignore[arg-type]
     if method == "auto":
         divides = q_heads is not None and not kernel.ir.dropout and not kernel.needs_all_heads(given)
         method = _fastest(visible, _ranks(mesh), _sizes(kernel, heads, batch), divides)
     cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
     shard = _shard(visible, mesh, method, layout or balance, cuts)
-    if prove or (prove is None and shard.layout.chunks**2 <= MOST_PROVED):
-        verify(transfers_of(shard), visible)
+    _prove(shard, visible, prove)
     return shard
 
 
@@ -160,6 +156,12 @@ def layout_of(visible: Visible, mesh: Any, method: str, balance: Balance = "auto
     ranks = _ranks(mesh)
     of_heads = ranks[-1] if method.startswith("ulysses") else 1
     return divided(balanced(visible, math.prod(ranks) // of_heads, balance).layout, of_heads)
+
+
+def _prove(shard: Shard, visible: Visible, prove: bool | None) -> None:
+    """Prove a plan; with None, one of few chunks."""
+    if prove or (prove is None and shard.layout.chunks**2 <= MOST_PROVED):
+        verify(transfers_of(shard), visible)
 
 
 def _shard(

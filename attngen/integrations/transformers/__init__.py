@@ -84,10 +84,8 @@ def register(
             f"register: transformers has an implementation `{name}` already; expected a name of its own for attngen"
         )
     if "flash" in name or "|" in name or "/" in name:
-        raise AttngenError(
-            f"register: the name `{name}` means something else to transformers; expected one without `flash`, `|` "
-            "and `/`"
-        )
+        other = "means something else to transformers; expected one without `flash`, `|` and `/`"
+        raise AttngenError(f"register: the name `{name}` {other}")
     if modules is not None:
         prefer(_modules_in(Path(modules)))
     functions: tuple[Any, Any] = attend, mask_of
