@@ -13,7 +13,7 @@ from attngen.ir.host import Alloc, Host, If, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.ops import Yield
-from attngen.tiles.sizes import elem_sizes, tile_bytes
+from attngen.tiles.sizes import elem_sizes, lengths, tile_bytes
 from attngen.tiles.tiles import evaluate
 
 CALLS = ("forward", "backward", "jvp")  # host programs of calls without a KV cache
@@ -124,8 +124,7 @@ def _numbers(module: Module, device: Device, problem: Problem) -> dict[str, Any]
         "Hq": problem.q_heads,
         "Hkv": problem.kv_heads,
         "group": problem.q_heads // problem.kv_heads,
-        "Nq": problem.n_q,
-        "Nk": problem.n_kv,
+        **lengths(module, problem.n_q, problem.n_kv),
         "queries": problem.n_q,
     }
     return numbers_of_call(module, known, device)

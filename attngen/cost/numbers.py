@@ -20,7 +20,7 @@ from attngen.devices import CLASSES
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import DIRECTIONS
-from attngen.tiles.sizes import elem_sizes, tile_bytes
+from attngen.tiles.sizes import elem_sizes, lengths, tile_bytes
 from attngen.tiles.tiles import evaluate, runs
 
 SPARSE = 8  # the block-sparse rows assume that one tile in this many is visited
@@ -146,7 +146,8 @@ def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, sh
 def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> dict[str, int]:
     """Values for the symbols of `standard` and `flash1`, for a tile of (queries, keys). Each query head has its own K
     and V."""
-    sizes = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.q_heads, "Nq": problem.n_q, "Nk": problem.n_kv}
+    sizes = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.q_heads}
+    sizes |= lengths(module, problem.n_q, problem.n_kv)
     return {**sizes, **module.widths, "elem": elem_sizes(module)[0], "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}
 
 

@@ -18,7 +18,7 @@ from attngen.ir.module import Config, Module
 from attngen.ir.names import SHARES
 from attngen.ir.ops import Arg, Map
 from attngen.targets.registry import SPECIALIZERS, backend_of, maker_of
-from attngen.tiles.sizes import elem_sizes, sizes
+from attngen.tiles.sizes import elem_sizes, lengths, sizes
 from attngen.tiles.tiles import count_tiles, evaluate
 
 
@@ -106,8 +106,7 @@ def values(module: Module, kernel: Kernel, config: Config, problem: Problem) -> 
         "group": group,
         **dict.fromkeys(SHARES.values(), 1),
         "queries": problem.n_q,
-        "Nq": problem.n_q,
-        "Nk": problem.n_kv,
+        **lengths(module, problem.n_q, problem.n_kv),
         "tiles": tiles * problem.batch * heads,
     }
 

@@ -14,6 +14,7 @@ from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.names import AT_HAND, WHOLE_LENGTHS
 from attngen.ir.ops import Load
 from attngen.tiles.tiles import evaluate
 
@@ -88,6 +89,20 @@ def sizes(module: Module, config: Config) -> Mapping[str, int]:
         "stages": config.num_stages,
         "elem": config.elem_bytes,
     }
+
+
+def lengths(module: Module, n_q: int, n_kv: int) -> dict[str, int]:
+    """Return the values of all sizes that follow from the rows of a sequence. If calls have chunks of a sequence, they
+    are those of a call that has all of them."""
+    found = {"Nq": n_q, "Nk": n_kv}
+    if not module.chunk:
+        return found
+    for (size, rows), short in zip((*found.items(),), "qk"):
+        chunks = -(-rows // module.chunk)
+        units = chunks * (module.chunk // module.unit)
+        found |= {AT_HAND[size]: rows, WHOLE_LENGTHS[size]: rows}
+        found |= {f"C{short}": chunks, f"U{short}": units, f"W{short}1": units + 1}
+    return found
 
 
 def lies_in_pages(module: Module, kernel: Kernel, config: Config) -> bool:
