@@ -89,7 +89,15 @@ def make_mask_inputs(
     if blocks and not blocks.pattern:
         shape = [sizes.batch, sizes.q_heads, -(-sizes.n_q // blocks.size), -(-sizes.n_kv // blocks.size)]
         inputs["block_mask"] = (torch.rand(shape, generator=generator) < 0.6).to(device)
-    return inputs
+    return inputs | all_chunks(spec, sizes, device)
+
+
+def all_chunks(spec: Spec, sizes: Sizes, device: str) -> dict[str, Any]:
+    """Return the arguments by which a call has all chunks of a sequence, in their order; none without positions."""
+    if not spec.chunk:
+        return {}
+    starts = (torch.arange(0, n, spec.chunk, device=device, dtype=torch.int32) for n in (sizes.n_q, sizes.n_kv))
+    return {**dict(zip(("q_chunks", "kv_chunks"), starts)), "q_len": sizes.n_q, "kv_len": sizes.n_kv}
 
 
 def make_workload(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def make_workload(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str) -> 
     including those on the diagonal."""
     generator = torch.Generator().manual_seed(0)
     inputs = _placed(spec, dtype, device, lambda part: part.workload(sizes, generator))
-    return inputs | _workload_blocks(spec, sizes, generator, device)
+    return inputs | _workload_blocks(spec, sizes, generator, device) | all_chunks(spec, sizes, device)
 
 
 def make_mask_workload(spec: Spec, sizes: Sizes) -> dict[str, Any]:
