@@ -46,8 +46,11 @@ def result_names(spec: Spec) -> tuple[str, ...]:
 
 
 def tangent_names(spec: Spec) -> tuple[str, ...]:
-    """Return the names of a module's tangents in forward mode: `t` and the names of the results with gradients."""
-    return tuple(f"t{name}" for name in ("out", *spec.outputs) if name not in (*FLAT, *OF_KEYS)) if spec.trains else ()
+    """Return the names of a module's tangents in forward mode: `t` and the names of the results with gradients.
+    None without a forward mode."""
+    if not spec.trains or spec.chunk:
+        return ()
+    return tuple(f"t{name}" for name in ("out", *spec.outputs) if name not in (*FLAT, *OF_KEYS))
 
 
 def asked(spec: Spec) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str
     backward."""
     if isinstance(case, CacheCase):
         return run_cache_case(module, spec, case, dtype, device, seed)
-    return run_case(module, spec, case, dtype, device, seed, tangents=spec.trains)
+    return run_case(module, spec, case, dtype, device, seed, tangents=spec.trains and not spec.chunk)
 
 
 def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:
