@@ -31,7 +31,7 @@ def launch(folder: Path, ranks: int, method: str, *parts: str) -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
         "OPENBLAS_NUM_THREADS": "1",
@@ -57,13 +57,19 @@ def launch(folder: Path, ranks: int, method: str, *parts: str) -> None:
 
 def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
     """gpt-oss (windows and sinks) by FSDP2, with its checkpoint; Gemma 3 (a window and full layers) with activation
-    checkpoints; Llama with packed documents."""
-    launch(tmp_path, 2, "auto", "gpt_oss", "gemma3", "llama")
+    checkpoints; Llama with packed documents. Ranks notice if their first batches differ."""
+    launch(tmp_path, 2, "auto", "different", "gpt_oss", "gemma3", "llama")
 
 
 @pytest.mark.nightly
-def test_two_ranks_train_as_one_process_by_torch_compile_and_with_padding(tmp_path: Path) -> None:
-    launch(tmp_path, 2, "all_gather", "compiled", "padded")
+def test_two_ranks_train_as_one_process_by_torch_compile_by_ddp_and_with_padding(tmp_path: Path) -> None:
+    launch(tmp_path, 2, "all_gather", "compiled", "ddp", "padded")
+
+
+@pytest.mark.nightly
+def test_two_ranks_train_as_one_process_in_the_loop_of_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    launch(tmp_path, 2, "auto", "accelerate")
 
 
 @pytest.mark.nightly

@@ -20,9 +20,11 @@ from torch.distributed.checkpoint import load, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import attngen.integrations.transformers as hf
 from attngen.conformance.interpreter import lighten
+from attngen.errors import AttngenError
 from tests.transformers_models import WORDS, made
 
 CHUNK, ROWS, BOUND = 64, 200, 2e-5
@@ -149,12 +151,57 @@ def of_fsdp(model: Any, batch: dict[str, Any], wanted: Step, mesh: Any) -> None:
     assert torch.equal(again, loss)
 
 
+def of_ddp(model: Any, batch: dict[str, Any], wanted: Step, mesh: Any) -> None:
+    """DDP over the same ranks takes the mean of their gradients, too."""
+    wrapped = DistributedDataParallel(model)
+    loss = wrapped(**hf.shard_batch(batch, wrapped)).loss
+    (loss * mesh.size()).backward()
+    same(model, loss, wanted)
+
+
+def of_accelerate(model: Any, batch: dict[str, Any], wanted: Step, mesh: Any) -> None:
+    """accelerate's loop as docs/cookbook/huggingface.md shows it. It has no FSDP2 on CPUs, so they are named GPUs."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType
+
+    class ContextAccelerator(Accelerator):
+        def _prepare_cp(self, *prepared: Any) -> Any:
+            return prepared
+
+    place = mesh.get_local_rank()
+    os.environ |= {"RANK": str(place), "LOCAL_RANK": str(place), "WORLD_SIZE": str(mesh.size())}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # of a group that exists
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    layers = [type(model.model.layers[0]).__name__]
+    accelerator = ContextAccelerator(
+        parallelism_config=ParallelismConfig(cp_size=mesh.size()),
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=layers
+        ),
+    )
+    hf.register(mesh=accelerator.torch_device_mesh["cp"], chunk=CHUNK)
+    loader = torch.utils.data.DataLoader([{name: x[0] for name, x in batch.items()}] * 2, batch_size=1)
+    steps = torch.optim.AdamW(model.parameters())
+    model, steps, loader = accelerator.prepare(model, steps, loader)
+    losses = []
+    for whole in loader:
+        loss = model(**hf.shard_batch(whole, model)).loss
+        accelerator.backward(loss * accelerator.num_processes)
+        if not losses:
+            same(model, loss, wanted)
+        dist.all_reduce(loss := loss.detach())
+        losses.append(float(loss))
+        steps.step()
+        steps.zero_grad()
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
 def square(model: Any, batch: dict[str, Any], wanted: Step, mesh: Any) -> None:
     """Two ranks for each of two sequences: FSDP2 over both dimensions, and over that of sequences alone."""
     own = mesh["dp"].get_local_rank()
     of_rank = {name: x[own : own + 1] for name, x in batch.items()}
     other = model_of(model.config.model_type.removesuffix("_text"))
-    sharded(model, mesh._flatten("both"))
+    sharded(model, init_device_mesh("cpu", (mesh.size(),)))
     loss = model(**hf.shard_batch(of_rank, model, data_parallel=mesh["dp"])).loss
     (loss * mesh.size()).backward()
     same(model, loss, wanted)
@@ -165,13 +212,27 @@ def square(model: Any, batch: dict[str, Any], wanted: Step, mesh: Any) -> None:
     same(other, loss, wanted)
 
 
+def different(model: Any, batch: dict[str, Any], wanted: Step, mesh: Any) -> None:
+    """The first batch is compared, and all ranks say that it is not the same."""
+    try:
+        hf.shard_batch({name: x + mesh.get_local_rank() for name, x in batch.items()}, model)
+    except AttngenError as error:
+        assert "ranks of the mesh have different batches; expected the same whole batch" in str(error)
+    else:
+        raise AssertionError("not refused")
+    hf.shard_batch(batch, model)
+
+
 Way = Callable[[Any, dict[str, Any], Step, Any], None]
 PARTS: dict[str, tuple[str, str, Way]] = {  # a model, a kind of batch, and how it is trained
     "gpt_oss": ("gpt_oss", "", of_fsdp),
     "gemma3": ("gemma3", "", checkpointed),
     "llama": ("llama", "packed", plain),
     "compiled": ("llama", "packed", compiled),
+    "different": ("llama", "none", different),
     "padded": ("gemma3", "padded", plain),
+    "ddp": ("llama", "packed", of_ddp),
+    "accelerate": ("llama", "packed", of_accelerate),
     "packed gpt_oss": ("gpt_oss", "starts", plain),
     "mistral": ("mistral", "packed", plain),
     "qwen3": ("qwen3", "", plain),
@@ -184,7 +245,7 @@ PARTS: dict[str, tuple[str, str, Way]] = {  # a model, a kind of batch, and how 
 def main(rank: int, ranks: int, folder: Path, method: str, parts: list[str]) -> None:
     line = init_device_mesh("cpu", (ranks,))
     hf.register(name=ONE)
-    steps = dict.fromkeys(PARTS[part][:2] for part in parts)
+    steps = [step for step in dict.fromkeys(PARTS[part][:2] for part in parts) if step[1] != "none"]
     for at, (name, kind) in enumerate(steps):
         if at % ranks == rank:
             torch.save(step_of_one(name, kind), folder / f"{name}{kind}")
@@ -194,7 +255,8 @@ def main(rank: int, ranks: int, folder: Path, method: str, parts: list[str]) -> 
         name, kind, run = PARTS[part]
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")) if run is square else line
         hf.register(mesh=mesh["cp"] if run is square else mesh, chunk=CHUNK, method=method)
-        run(model_of(name), batch_of(kind), torch.load(folder / f"{name}{kind}"), mesh)
+        wanted = None if kind == "none" else torch.load(folder / f"{name}{kind}")
+        run(model_of(name), batch_of(kind), wanted, mesh)
         print(f"{part}: {time.monotonic() - start:.1f} s", file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from attngen.distributed.agreement import digest
 from attngen.distributed.planned import layout_of
 from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError
@@ -32,11 +33,12 @@ MOST_LAYOUTS = 16  # remembered, of batches whose masks read no data
 def shard_batch(batch: Mapping[str, Any], model: torch.nn.Module, *, data_parallel: Any = None) -> dict[str, Any]:
     """Return this rank's part of a batch, to call the model with: `model(**shard_batch(batch, model)).loss`.
 
-    All ranks of the mesh have the same batch. Its rows are divided among them so that the sum of the layers' visible
-    scores is balanced; ranks may have different numbers of rows, and no sequence has to be padded. Labels are shifted
-    in the whole sequence: a row's label is the next token, of whichever rank, and the last row of a sequence or of a
-    packed document has none. The loss is the sum over this rank's rows divided by the number of labels of the whole
-    batch, so that losses and gradients of the ranks add up to those of one process: see `sum_gradients`.
+    All ranks of the mesh have the same batch; the first one is compared. Its rows are divided among them so that the
+    sum of the layers' visible scores is balanced. Ranks may have different numbers of rows, and no sequence has to be
+    padded. Labels are shifted in the whole sequence: a row's label is the next token, of whichever rank, and the last
+    row of a sequence or of a packed document has none. The loss is the sum over this rank's rows divided by the number
+    of labels of the whole batch, so that losses and gradients of the ranks add up to those of one process: see
+    `attngen.distributed.sum_gradients`.
 
     Args:
         batch: of whole sequences. `input_ids` int64 [B, N], or `inputs_embeds` [B, N, width].
@@ -74,6 +76,7 @@ def shard_batch(batch: Mapping[str, Any], model: torch.nn.Module, *, data_parall
             raise AttngenError(
                 f"shard_batch: {name} is {list(x.shape)}; expected {list(sizes)} as {of_tokens}, of whole sequences"
             )
+    _check_equal(ranks, {**whole, **{name: torch.as_tensor(given[name]) for name in STARTS if name in given}})
     documents = _documents(given, whole, sizes)
     inputs = {} if documents is None else {"document_ids": documents.to(device)}
     padding = whole.pop("attention_mask", None)
@@ -214,6 +217,23 @@ def _documents(given: Mapping[str, Any], whole: Mapping[str, torch.Tensor], size
         return None
     found: torch.Tensor | None = find_packed_sequence_indices(whole["position_ids"])
     return None if found is None else found.int()
+
+
+def _check_equal(ranks: OverRanks, batch: Mapping[str, torch.Tensor]) -> None:
+    """Raise AttngenError, on all ranks, if the first batch of a mesh is not the same on them."""
+    if ranks.compared:
+        return
+    own = int.from_bytes(digest(*((name, x.tolist()) for name, x in sorted(batch.items())))[:7], "big")
+    groups = ranks.mesh.get_all_groups() if isinstance(ranks.mesh, DeviceMesh) else [ranks.mesh]
+    bounds = torch.tensor([own, -own], device=next(iter(batch.values())).device)
+    for group in groups:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    if int(bounds[0]) != -int(bounds[1]):
+        raise AttngenError(
+            "shard_batch: ranks of the mesh have different batches; expected the same whole batch on all of them: give "
+            "each rank the samples of its place among other meshes, not of its own rank"
+        )
+    ranks.compared = True
 
 
 def _few(numbers: list[int]) -> str:

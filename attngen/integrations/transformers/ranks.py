@@ -58,6 +58,7 @@ class OverRanks:
                 shown = f"a multiple of 64, up to {CHUNKS[-1]}" if name == "chunk" else ", ".join(among)
                 raise AttngenError(f"register: {name} is {x!r}; expected {shown}")
         self.mesh, self.chunk, self.method, self.balance = mesh, chunk, method, cast(Balance, balance)
+        self.compared = False  # whether a batch was found to be the same on all ranks
         self.layouts: dict[Any, BatchPlan] = {}  # of batches whose masks read no data
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
