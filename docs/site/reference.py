@@ -211,6 +211,8 @@ def python_page() -> str:
         "distributed.attention": "attngen.distributed.planned",
     }
     functions["integrations.transformers.register"] = "attngen.integrations.transformers"
+    functions["integrations.transformers.shard_batch"] = "attngen.integrations.transformers.batch"
+    functions["distributed.sum_gradients"] = "attngen.distributed.gradients"
     return rendered(
         "python.md.jinja", functions=[_function(f"attngen.{name}", home) for name, home in functions.items()]
     )
