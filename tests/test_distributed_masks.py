@@ -121,7 +121,7 @@ def test_a_method_is_chosen_among_those_that_the_call_allows() -> None:
     line, square = init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (4, 2))
     causal = module_of("causal_gqa")
     assert plan(causal, line, seq_len=4096).method in ("all_gather", "ring")  # heads are not known
-    assert plan(causal, line, seq_len=4096, q_heads=64, kv_heads=8, batch=4).method == "ulysses"
+    assert plan(causal, line, seq_len=4096, q_heads=16, kv_heads=16, batch=4).method == "ulysses"
     assert plan(causal, square, seq_len=4096).method in ("ulysses+all_gather", "ulysses+ring")
     dropout = module_of("causal_padding_dropout_mha")
     padding = {"key_padding": torch.ones(1, 4096, dtype=torch.bool)}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from attngen.ir.expr import Expr, symbol
 
 STATISTIC = 4  # bytes of an LSE
-PART = 4  # bytes of an element of dK and dV that is sent to its owner, and of sums in fp32
+PART = 4  # bytes of an element of sums
 
 B, HQ, HKV, D_QK, D_V, ELEM = map(symbol, ("B", "Hq", "Hkv", "D_QK", "D_V", "elem"))
 U, OWN, HELD, RECEIVED, SENT, BUFFERED, SCORES = map(
@@ -35,16 +35,16 @@ FORMULAS: dict[str, Expr] = {
     "bytes of dQ, dK, dV back from them": _OTHERS * ELEM * (HQ * D_QK + HKV * (D_QK + D_V)),
     "bytes of k, v received": _KV_ROW * ELEM * RECEIVED,
     "bytes of k, v sent": _KV_ROW * ELEM * SENT,
-    "bytes of dK, dV received": _KV_ROW * PART * SENT,
-    "bytes of dK, dV sent": _KV_ROW * PART * RECEIVED,
+    "bytes of dK, dV received": _KV_ROW * ELEM * SENT,
+    "bytes of dK, dV sent": _KV_ROW * ELEM * RECEIVED,
     "forward HBM bytes at least": B * HELD * HQ / U * (ELEM * (D_QK + D_V) + STATISTIC)
     + _KV_ROW * ELEM * (HELD + 2 * RECEIVED),
     "backward HBM bytes at least": B * HELD * HQ / U * (ELEM * (2 * D_QK + 2 * D_V) + 2 * STATISTIC + 2 * PART * D_QK)
-    + _KV_ROW * (ELEM * (2 * HELD + 2 * RECEIVED) + PART * RECEIVED),
+    + _KV_ROW * (ELEM * (2 * HELD + 3 * RECEIVED) + 2 * PART * HELD),
     "forward memory": B * OWN * (ELEM * (HQ + HKV) * (D_QK + D_V) + STATISTIC * HQ) + _KV_ROW * ELEM * BUFFERED,
     "memory of the exchange": B * HELD / U * (ELEM * (HQ + HKV) * (D_QK + D_V) + STATISTIC * HQ),
     "memory of partial outputs": B * HELD * HQ / U * PART * D_V,
     "backward memory": B * OWN * ELEM * (HQ + HKV) * (D_QK + D_V)
     + B * HELD * HQ / U * PART * D_QK
-    + _KV_ROW * PART * BUFFERED,
+    + _KV_ROW * (ELEM * BUFFERED + PART * HELD),
 }

@@ -214,13 +214,12 @@ def _steps_of(shard: Shard, group: int) -> Iterator[tuple[int, int, tuple[int, .
     owned = shard.sequence.owned
     if shard.rings:
         for step, row in enumerate(shard.steps):
-            source, sees = row[group]
-            yield step, source, owned[source], owned[source] if sees or step == 0 else ()
+            keys = shard.seen(row[group][0], group) if step else owned[group]
+            yield step, row[group][0], keys, keys
         return
-    needed = shard.needs[group]
-    for source, chunks in enumerate(owned):
-        yield 0, source, tuple(sorted({*chunks} & {*needed})), ()
-    yield 0, group, (), needed
+    for source in range(len(owned)):
+        yield 0, source, shard.seen(source, group), ()
+    yield 0, group, (), shard.needs[group]
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:

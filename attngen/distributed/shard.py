@@ -35,10 +35,11 @@ class Shard:
         second is exchanged for heads.
     method: how keys get to queries:
         "all_gather": each rank receives the chunks of K and V that its queries see, then computes in one launch;
-        "ring": K and V of the ranks go round; a rank computes with those of one rank while it receives the next;
+        "ring": a rank computes with keys of one rank while it receives those of the next; each rank sends the rows that
+            the receiver's queries see;
         "ulysses": rows are exchanged for heads, so that each rank computes some heads of the whole sequence;
         "ulysses+all_gather", "ulysses+ring": Ulysses within rows of the mesh, the other method between them.
-    needs: with all_gather, for each rank the numbers of the chunks of keys that its queries see, in rising order.
+    needs: except with "ulysses", for each rank the numbers of the chunks of keys that its queries see, in rising order.
     steps: with ring, for each step and rank the rank whose keys it computes with, and whether its queries see any of
         them. In step 0 each rank has its own. A step in which no rank sees anything may be left out.
         With a Ulysses method, needs and steps are those of `without_heads(layout, mesh.size(1))`.
@@ -100,7 +101,6 @@ class Shard:
                     f"shard: steps are {self.steps}; expected with a ring one or more steps, each with every one of "
                     f"{len(ranks)} ranks as source of one rank, and in step 0 each rank as its own"
                 )
-            return
         rising = all(list(chunks) == sorted(set(chunks) & set(range(self.layout.chunks))) for chunks in self.needs)
         if len(self.needs) != len(ranks) or not rising:
             raise ValueError(
@@ -174,6 +174,11 @@ class Shard:
         return found
 
     # ------------------------------------------------------------------ routes of rows
+
+    def seen(self, source: int, rank: int) -> Chunks:
+        """Return the chunks of one rank of `sequence` that the queries of another see."""
+        needs = set(self.needs[rank])
+        return tuple(chunk for chunk in self.sequence.owned[source] if chunk in needs)
 
     @cached_property
     def to_needs(self) -> Route:

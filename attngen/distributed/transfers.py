@@ -12,8 +12,7 @@ groups divide the sequence. `ulysses` is 1 for the first two methods and the num
 Chunks travel from the rank that holds them straight to the rank that needs them, so chunks that nobody sees do not
 move. In a step of a ring each rank sends to one rank and receives from one.
 
-The cost model predicts these plans. A call of `attngen.distributed.attention` transfers what its Shard says, which
-differs in one way: in a ring each rank passes on all rows of a rank (attngen/distributed/methods.py).
+The cost model predicts these plans; a call transfers what its `Shard` says.
 """
 
 from __future__ import annotations
