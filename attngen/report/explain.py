@@ -24,7 +24,7 @@ from attngen.ir.expr_text import to_text
 from attngen.ir.host import If
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Map, Mask
+from attngen.ir.ops import ListPosition, Map, Mask
 from attngen.report.summary import kind, summary
 from attngen.report.tables import Rows
 from attngen.targets.registry import SPECIALIZERS, backend_of
@@ -136,6 +136,9 @@ def explain(
         f"{module.name}: {module.mask}, {module.sharing}, head dim {dim}, {', '.join(module.dtypes)}", style="bold"
     )
     yield Line(_size(problem), indent=0)
+    if module.chunk:
+        chunks = f"Calls have chunks of {module.chunk} rows; figures are of a call with all of them"
+        yield Line(f"{chunks}, where its rows, Rq and Rk, are those of the sequence, Nq and Nk.", indent=0)
     yield Text()
     yield call_table(known)
     yield remark(legend(known))
@@ -257,8 +260,10 @@ def _tiles(module: Module) -> Iterator[RenderableType]:
         for loop in tile_loops(kernel):
             ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in loop.ranges)
             yield Line(f"@{kernel.name} {loop.cls}: {ranges}")
+        positions = {op.name for op in kernel.ops() if isinstance(op, ListPosition)} if kernel.places else set()
         for name, bound in bounds(kernel):
-            yield Line(f"  {name} = {to_text(bound)}")
+            found = f"tiles of the call before tile {to_text(bound)}" if str(name) in positions else to_text(bound)
+            yield Line(f"  {name} = {found}")
         for op in kernel.ops():
             if isinstance(op, Mask):
                 yield Line(f"@{kernel.name} mask: {to_text(op.where)}")

@@ -231,11 +231,12 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
             parts.append(typeset.between(lo, "j", hi))
         found.append(Formula(f"{loop.cls} tiles", Markup(" and ").join(parts), ""))
     positions = {op.name for op in kernel.ops() if isinstance(op, ListPosition)}
+    of = "of the call" if kernel.places else "listed"
     for name, value in bounds(kernel):
         if str(name) in positions:
             found.append(
                 Formula(
-                    str(name), Markup("how many of the tiles listed come before tile {}").format(typeset.math(value))
+                    str(name), Markup(f"how many of the tiles {of} come before tile {{}}").format(typeset.math(value))
                 )
             )
         else:
