@@ -1,4 +1,4 @@
-"""Forty-five mistakes, each made in a copy of the sources: the tests of a push have to catch every one.
+"""Fifty mistakes, each made in a copy of the sources: the tests of a push have to catch every one.
 
     python -m tests.mutations                all of them, one after another
     python -m tests.mutations NAME ...       these, by the first words of their descriptions
@@ -182,6 +182,42 @@ MUTATIONS = (
         "isinstance(op, (Barrier, Scatter, Store, GridDependencyWait))",
         "isinstance(op, (Scatter, Store, GridDependencyWait))",
         "tests/transforms/test_dce.py tests/transforms/test_insert_cta_barriers.py tests/ir/test_verify.py",
+    ),
+    # positions
+    Mutation(
+        "the rank of a chunk counts the chunk itself",
+        "attngen/lang/chunks.py",
+        "torch.searchsorted(starts[-1], rows)",
+        "torch.searchsorted(starts[-1], rows, right=True)",
+        "tests/test_chunks.py tests/test_chunks_interpreted.py -k causal",
+    ),
+    Mutation(
+        "ranks of chunks end before the end of the sequence",
+        "attngen/lang/chunks.py",
+        "count = -(-length // chunk) * (chunk // unit) + 1",
+        "count = -(-length // chunk) * (chunk // unit)",
+        "tests/test_chunks.py -k causal",
+    ),
+    Mutation(
+        "masks are evaluated at rows of the call",
+        "templates/triton/kernels.py.jinja",
+        "return (tl.load(starts + row // UNIT) + row % UNIT) & -(BLOCK & -BLOCK)",
+        "return row & -(BLOCK & -BLOCK)",
+        "tests/test_chunks_interpreted.py -k causal",
+    ),
+    Mutation(
+        "the order of accumulation counts tiles that the call does not have",
+        "attngen/tiles/order.py",
+        'tiles, *at_hand = position_of(f"{own}_visits", own, tiles)',
+        "at_hand = []",
+        "tests/ir/test_positions.py tests/test_chunks.py -k causal",
+    ),
+    Mutation(
+        "a semaphore has the tile's row in the whole sequence",
+        "attngen/builders/common.py",
+        "tuple(self.row(i) if i == self.loop_axis else i for i in index[:-1])",
+        'tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1])',
+        "tests/test_chunks.py -k causal",  # the verifier refuses to build it
     ),
     # schedules
     Mutation(
