@@ -191,6 +191,14 @@ def sides(chance: Random, module: Module, chunk: int) -> int:
     return chance.choice([n for n in range(8, rows + 1, 8) if rows % n == 0])
 
 
+def call_of(chance: Random, plain: Spec, lengths: tuple[int, int]) -> Call:
+    """A random call of the whole sequence, in which score modifiers read integers as indices of a small table."""
+    call = Call.random(chance, plain, build_module(plain), lengths)
+    for i in (i for part in plain.score for i in part.inputs() if i.shape and i.dtype == "i32"):
+        call.inputs[i.name] = torch.from_numpy(np.random.default_rng(0).integers(0, 3, call.inputs[i.name].shape)).int()
+    return call
+
+
 def compare(
     name: str,
     module: Module,
@@ -204,7 +212,7 @@ def compare(
 ) -> None:
     """Raise Unequal where ranks with random chunks of `chunk` rows do not compute naive attention."""
     chance, plain = Random(seed), spec_of(name, 0, head_dim=head_dim)
-    call = Call.random(chance, plain, build_module(plain), lengths)
+    call = call_of(chance, plain, lengths)
     if name == "documents":
         call.inputs["document_ids"] = call.inputs["document_ids"].sort(1).values
     block_q, block_kv = tiles or (sides(chance, module, chunk), sides(chance, module, chunk))

@@ -19,7 +19,7 @@ import torch
 from attngen.builders import build_module
 from attngen.ir.dtypes import ELEMENTS
 from attngen.spec import Spec, make_spec
-from tests.chunks import CASES, dealt, merged, rows_of, spec_of
+from tests.chunks import CASES, call_of, dealt, merged, rows_of, spec_of
 from tests.helpers import SPECS, cached_module, spec
 from tests.transforms.equality import Call, Results, naive
 
@@ -110,7 +110,7 @@ class Ranks:
 def check(of: Spec, plain: Spec, seed: int, lengths: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Compare the results of ranks with those of naive attention."""
     chance = Random(seed)
-    call = Call.random(chance, plain, build_module(plain), lengths)
+    call = call_of(chance, plain, lengths)
     for name in ("q", "k", "v", "grad_out"):
         call.inputs[name] = call.inputs[name].to(dtype).double()
     for i in (i for i in plain.inputs() if i.dtype in ("f32", "T") and isinstance(call.inputs[i.name], torch.Tensor)):

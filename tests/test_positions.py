@@ -4,6 +4,7 @@ sentences of the rules of specs."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ import pytest
 from attngen.errors import SpecError
 from attngen.lowering.pipeline import lower
 from attngen.spec import json_schema, make_spec, parse_spec
+from tests import cli_common
 from tests.chunks import ALLOWED
+from tests.cli_common import Cli
 from tests.helpers import SPECS, spec
 from tests.test_spec_schema import conforms
+
+project, attngen = cli_common.project, cli_common.attngen  # fixtures
 
 BASE = "name: x\nhead_dim: 64\n"
 
@@ -74,3 +79,26 @@ def test_committed_specs_have_no_positions() -> None:
 def test_chunks_that_tiles_or_blocks_do_not_divide_are_refused(more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError, match=re.escape(sentence)):
         lower(make_spec({"name": "x", "head_dim": 64, **more}))
+
+
+@pytest.mark.parametrize("more", ["", "mask: {document: {packed: true}}\nscore: sink\n"])
+def test_explain_has_the_figures_of_a_call_with_all_chunks(project: Path, attngen: Cli, more: str) -> None:
+    base = f"{BASE}heads: {{sharing: gqa}}\n{more}"
+    (project / "specs" / "x.yaml").write_text(base)
+    plain = attngen("explain", "specs/x.yaml", "--kernels")
+    (project / "specs" / "x.yaml").write_text(f"{base}positions: {{chunk: 384}}\n")
+    found = attngen("explain", "specs/x.yaml", "--kernels")
+    note = "Calls have chunks of 384 rows; figures are of a call with all of them"
+    assert note in found and note not in plain
+    assert not re.search(r"count = .*\b(Rq|Rk)\b", attngen("explain", "specs/x.yaml", "--theory"))
+    text = attngen("explain", "specs/x.yaml", "--loops", "--formulas")
+    assert "q_end_at = tiles of the call before tile q_end" in text
+    attngen("explain", "specs/x.yaml", "--html", "x.html")
+    assert "tiles of the call come before tile" in (project / "x.html").read_text()
+
+
+@pytest.mark.share(4)
+def test_attngen_test_calls_with_all_chunks_in_order(project: Path, attngen: Cli) -> None:
+    (project / "specs" / "x.yaml").write_text("name: x\nhead_dim: 16\nmask: causal\npositions: {chunk: 64}\n")
+    found = attngen("test", "specs/x.yaml")
+    assert "dq" in found and "jvp" not in found.partition("dx: gradient")[0]
