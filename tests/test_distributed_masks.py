@@ -117,6 +117,19 @@ def test_a_plan_holds_what_its_mask_needs() -> None:
 
 
 @pytest.mark.usefixtures("eight_ranks")
+def test_masks_may_share_the_rows_of_ranks() -> None:
+    """With a given layout, a plan needs what its own mask shows; it has to be of the module's chunks and the ranks."""
+    line = init_device_mesh("cpu", (8,))
+    causal = plan(module_of("causal_gqa"), line, seq_len=2048, method="all_gather")
+    window = plan(module_of(), line, seq_len=2048, method="all_gather", layout=causal.layout)
+    assert window.layout == causal.layout and window.position_ids.equal(causal.position_ids)
+    needs = [[len(chunks) for chunks in shard.needs] for shard in (window, causal)]
+    assert all(one <= other for one, other in zip(*needs)) and sum(needs[0]) < sum(needs[1])
+    with pytest.raises(AttngenError, match="the layout has 2048 rows in chunks of 64; expected 1000 in chunks of 64"):
+        plan(module_of(), line, seq_len=1000, method="ring", layout=causal.layout)
+
+
+@pytest.mark.usefixtures("eight_ranks")
 def test_a_method_is_chosen_among_those_that_the_call_allows() -> None:
     line, square = init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (4, 2))
     causal = module_of("causal_gqa")

@@ -21,9 +21,10 @@ def sum_gradients(model: torch.nn.Module, mesh: Any) -> None:
     other dimensions. It is not needed where FSDP or DDP has the ranks in its own mesh: these take the mean of their
     ranks, so multiply the loss by the number of them.
 
-    model: its gradients are of the rank's part of a loss that is a sum over the ranks, and of learned inputs with
-        `attention(sum_gradients=False)`. A parameter with a gradient on some ranks gets one on all.
-    mesh: the process group or DeviceMesh of attention's plans.
+    Args:
+        model: its gradients are those of the rank's part of a loss that is a sum over the ranks, and for learned inputs
+            of `attention(sum_gradients=False)`. A parameter with a gradient on some ranks gets one on all.
+        mesh: the process group or DeviceMesh of attention's plans.
     """
     groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [mesh]
     parameters = [p for p in model.parameters() if p.requires_grad]
