@@ -166,6 +166,9 @@ def test_a_model_that_ranks_cannot_run_is_one_sentence() -> None:
     tuned.config.attn_temperature_tuning = True
     linear = model_of("gemma3")
     linear.config.layer_types = ["full_attention", "linear_attention"]
+    own, unplaced = model_of("llama"), model_of("llama")
+    own._supports_attention_backend = False
+    unplaced.forward = lambda input_ids, **more: None
     other = model_of("llama")
     other.loss_type = "ForMaskedLM"
     for model, why in (
@@ -175,6 +178,8 @@ def test_a_model_that_ranks_cannot_run_is_one_sentence() -> None:
         (tuned, "scales queries by their number on the rank"),
         (linear, r"has layers \(linear_attention\) that read rows"),
         (other, "has the loss ForMaskedLM"),
+        (own, "a llama does not take its attention from transformers' interface"),
+        (unplaced, "takes no position_ids"),
         (model_of("t5"), "has an encoder and a decoder"),
     ):
         with pytest.raises(AttngenError, match=f"^shard_batch: .*{why}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ def shard_batch(batch: Mapping[str, Any], model: torch.nn.Module, *, data_parall
     Raises:
         AttngenError: one sentence: the batch or the model cannot be computed over ranks.
     """
-    model = getattr(model, "module", model) if not hasattr(model, "config") else model
+    model = _unwrapped(model)
     ranks = _ranks_of(model)
     _check_model(model, "labels" in batch)
     given = {name: x for name, x in batch.items() if x is not None}
@@ -133,6 +134,13 @@ def _added(one: Visible, other: Visible) -> Visible:
     return Visible(one.seq_len, one.chunk, scores, one.planes * other.planes, one.exact and other.exact)
 
 
+def _unwrapped(model: Any) -> Any:
+    """Return the model inside of torch.compile, DDP and PEFT."""
+    model = getattr(model, "_orig_mod", model)
+    model = model if hasattr(model, "config") else getattr(model, "module", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _ranks_of(model: Any) -> OverRanks:
     """Return what `register` gave transformers under the model's name."""
     from transformers import AttentionInterface
@@ -156,10 +164,14 @@ def _check_model(model: Any, labelled: bool) -> None:
     config, why = _config(model), ""
     others = set(getattr(config, "layer_types", None) or ()) - {*ATTENDS}
     mixes = next((type(x).__name__ for x in model.modules() if isinstance(x, (torch.nn.Conv1d, torch.nn.RNNBase))), "")
-    if others or mixes:
-        why = f"has layers ({', '.join(sorted(others)) or mixes}) that read rows of other ranks"
-    elif getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         why = "has an encoder and a decoder; expected one sequence"
+    elif not getattr(model, "_supports_attention_backend", False):
+        why = "does not take its attention from transformers' interface"
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        why = "takes no position_ids, and a rank has other positions than 0, 1, ..."
+    elif others or mixes:
+        why = f"has layers ({', '.join(sorted(others)) or mixes}) that read rows of other ranks"
     elif getattr(config, "attn_temperature_tuning", False):
         why = "scales queries by their number on the rank; expected `attn_temperature_tuning=False`"
     elif getattr(config, "output_router_logits", False):
