@@ -69,8 +69,7 @@ def plan(
         q_heads, kv_heads: numbers of heads, for masks that differ between heads, and for method "auto", which considers
             Ulysses only if they are given.
         batch: sequences of a call, for "auto".
-        prove: whether to prove that each visible score is computed once, with keys that its rank has by then; by
-            default if there are at most 64 chunks.
+        prove: prove that each visible score is computed once, with keys that its rank has; by default up to 64 chunks.
 
     Returns:
         the plan. `Shard.scatter` takes this rank's rows of a tensor, `Shard.position_ids` are their positions.

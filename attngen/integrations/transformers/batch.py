@@ -66,17 +66,8 @@ def shard_batch(batch: Mapping[str, Any], model: torch.nn.Module, *, data_parall
     known = (*ROWS, *STARTS, *IGNORED, "num_items_in_batch")
     if unknown := next((name for name in given if name not in known), None):
         raise AttngenError(f"shard_batch: the batch has `{unknown}`; expected only {', '.join(known)}")
-    of_tokens = next((name for name in ("input_ids", "inputs_embeds") if name in given), None)
-    if of_tokens is None:
-        raise AttngenError("shard_batch: the batch has neither `input_ids` nor `inputs_embeds`; expected one of them")
-    whole: dict[str, torch.Tensor] = {name: given[name] for name in ROWS if name in given}
-    sizes, device = whole[of_tokens].shape[:2], whole[of_tokens].device
-    for name, x in whole.items():
-        whole[name] = x = x.expand(sizes) if name == "position_ids" and x.dim() == 2 and x.shape[0] == 1 else x
-        if x.shape[:2] != sizes or x.dim() != (3 if name == "inputs_embeds" else 2):
-            raise AttngenError(
-                f"shard_batch: {name} is {list(x.shape)}; expected {list(sizes)} as {of_tokens}, of whole sequences"
-            )
+    whole, tokens = _whole_rows(given)
+    sizes, device = tokens.shape[:2], tokens.device
     _check_equal(ranks, {**whole, **{name: torch.as_tensor(given[name]) for name in STARTS if name in given}})
     documents = _documents(given, whole, sizes)
     inputs = {} if documents is None else {"document_ids": documents.to(device)}
@@ -93,6 +84,23 @@ def shard_batch(batch: Mapping[str, Any], model: torch.nn.Module, *, data_parall
     rows = torch.tensor(_rows_of_rank(ranks, plan), device=device)
     found |= {name: x.index_select(1, rows.to(x.device)) for name, x in whole.items()}
     return found | ({"shift_labels": found["labels"]} if "labels" in found else {})
+
+
+def _whole_rows(given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors of a batch that have a value for each token, and that of the tokens. Raise AttngenError if
+    their sizes differ."""
+    of_tokens = next((name for name in ("input_ids", "inputs_embeds") if name in given), None)
+    if of_tokens is None:
+        raise AttngenError("shard_batch: the batch has neither `input_ids` nor `inputs_embeds`; expected one of them")
+    whole: dict[str, torch.Tensor] = {name: given[name] for name in ROWS if name in given}
+    sizes = whole[of_tokens].shape[:2]
+    for name, x in whole.items():
+        whole[name] = x = x.expand(sizes) if name == "position_ids" and x.dim() == 2 and x.shape[0] == 1 else x
+        if x.shape[:2] != sizes or x.dim() != (3 if name == "inputs_embeds" else 2):
+            raise AttngenError(
+                f"shard_batch: {name} is {list(x.shape)}; expected {list(sizes)} as {of_tokens}, of whole sequences"
+            )
+    return whole, whole[of_tokens]
 
 
 def plan_of(ranks: OverRanks, model: Any, sizes: torch.Size, inputs: dict[str, torch.Tensor]) -> BatchPlan:
