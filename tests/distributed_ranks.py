@@ -293,6 +293,29 @@ def wrong_calls(ranks: int) -> None:
     refused("scatter: x has 1 rows", lambda: shard.scatter(torch.zeros(1, 1, 1)))
 
 
+class InFp32(Eager):
+    """Attention whose parts of dK and dV are fp32, as those of modules for bf16 in Triton's interpreter."""
+
+    def backward(self, *args: Any) -> Any:
+        dq, dk, dv, of_inputs = super().backward(*args)
+        return dq, dk.float(), dv.float(), of_inputs
+
+
+def parts_of_one_dtype(ranks: int) -> None:
+    """A rank whose kernels give fp32 sends to one that computes nothing, which knows only the dtype of k."""
+    layout, mask = layouts(ranks)["contiguous"], MASKS["causal"]
+    whole = [x.requires_grad_() for x in tensors()[0][:3]]
+    weights = tensors()[0][3]
+    expected = torch.autograd.grad(whole_attention(*whole, mask, {})[0], whole, weights)
+    for method in ("ring", "all_gather"):
+        shard = shard_of(layout, dist.group.WORLD, method, mask)
+        local = [shard.scatter(x.detach()).bfloat16().requires_grad_() for x in whole]
+        out = attention(InFp32(layout, mask), *local, plan=shard)
+        found = torch.autograd.grad(out, local, shard.scatter(weights).bfloat16())
+        for x, y in zip(found, map(shard.scatter, expected)):
+            assert x.dtype == torch.bfloat16 and (x - y).norm() <= 2e-2 * y.norm(), method
+
+
 def wrong_plans(ranks: int) -> None:
     world, layout, mask = dist.group.WORLD, layouts(ranks)["contiguous"], MASKS["causal"]
     refused("method is 'rings'; expected one of all_gather", lambda: Shard(layout, world, "rings"))
@@ -305,6 +328,12 @@ def wrong_plans(ranks: int) -> None:
     refused(
         "in step 0 each rank as its own", lambda: Shard(layout, world, "ring", steps=steps_of(layout, mask, {})[1:])
     )
+    steps, needs = steps_of(layout, mask, {}), needs_of(layout, mask, {})
+    once = "expected each of these once, and no rank twice as a source"
+    refused(once, lambda: Shard(layout, world, "ring", needs, steps[:1]))
+    refused(once, lambda: Shard(layout, world, "ring", needs, [*steps, steps[1]]))
+    idle = [steps[0], *([(of, False) for of, _ in step] for step in steps[1:])]
+    refused(once, lambda: Shard(layout, world, "ring", needs, idle))
 
 
 def lost(ranks: int) -> None:
@@ -329,7 +358,15 @@ def lost(ranks: int) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[int], None], ...]] = {
-    "right": (results, ways_to_call, kernels_that_need_not_run, order_of_sums, wrong_plans, wrong_calls),
+    "right": (
+        results,
+        ways_to_call,
+        kernels_that_need_not_run,
+        order_of_sums,
+        parts_of_one_dtype,
+        wrong_plans,
+        wrong_calls,
+    ),
     "lost": (lost,),
 }
 

@@ -107,7 +107,7 @@ def backward(
     k, v = _gathered(shard, k, v)
     dq, dk, dv, gradients = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, inputs, wanted)
     if shard.sequence_group is not None:
-        dk, dv = rows_third(*add_parts(rows_first(dk, dv), shard.from_needs, shard.sequence_group))
+        dk, dv = rows_third(*add_parts(_as_sent([dk, dv], k, v), shard.from_needs, shard.sequence_group))
     return dq, dk, dv, gradients
 
 
@@ -131,10 +131,10 @@ class _Step:
     def __init__(self, shard: Shard, step: int) -> None:
         row, me, layout = shard.steps[step], shard.at, shard.sequence
         self.first = step == 0
-        self.source, sees = row[me]
-        self.sees = sees or self.first
+        self.source = row[me][0]
         self.taker = [source for source, _ in row].index(me)
         self.keys = layout.owned[me] if self.first else shard.seen(self.source, me)
+        self.sees = self.first or bool(self.keys)
         taken = () if self.first else shard.seen(me, self.taker)
         self.arriving = sum(len(layout.rows_of(chunk)) for chunk in self.keys)
         self.leaving = runs(layout, layout.owned[me], taken)
@@ -185,6 +185,11 @@ def _sent(shard: Shard, step: _Step) -> list[int]:
 def _split(rank: int, tensors: list[torch.Tensor], rows: list[int]) -> list[tuple[int, torch.Tensor]]:
     """Return a message of each number of rows of each tensor."""
     return [(rank, part) for x in tensors for part in x.split(rows)]
+
+
+def _as_sent(parts: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Return parts of dK and dV [rows, B, H, ...] as all ranks send them, whether kernels computed them or not."""
+    return [part.to(x.dtype) for part, x in zip(rows_first(*parts), (k, v))]
 
 
 def _without_sinks(kernel: LocalKernel, inputs: Inputs) -> Inputs:
@@ -242,7 +247,7 @@ def _ring_backward(
             k, v = rows_third(*held)
             part, *found, of_inputs = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *keys, given, needed)
             dq += part
-            parts = rows_first(*found)
+            parts = rows_first(*found) if step.first else _as_sent(found, k, v)
             for name, gradient in of_inputs.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient.float()
         if returning:

@@ -107,6 +107,20 @@ class Shard:
                 f"shard: needs are {self.needs}; expected for each of {len(ranks)} ranks the numbers of chunks, from 0 "
                 f"to {self.layout.chunks - 1}, in rising order"
             )
+        if self.rings:
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Raise ValueError if a rank would compute with the keys of another twice, or never with some that it sees."""
+        for rank in range(len(self.needs)):
+            sources = [step[rank][0] for step in self.steps]
+            seen = [source for source in range(len(self.needs)) if source != rank and self.seen(source, rank)]
+            sees = [source for source, sees in (step[rank] for step in self.steps[1:]) if sees]
+            if len(set(sources)) < len(sources) or sorted(sees) != seen:
+                raise ValueError(
+                    f"shard: after step 0 rank {rank} computes with keys of ranks {sees}, and needs keys of {seen}; "
+                    "expected each of these once, and no rank twice as a source"
+                )
 
     # ------------------------------------------------------------------ what the ranks share
 
