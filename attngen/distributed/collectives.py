@@ -157,26 +157,45 @@ def move(
     return transfer
 
 
+def begin_gather(tensors: Sequence[torch.Tensor], way: Route, group: Any) -> tuple[list[torch.Tensor], Transfer]:
+    """Start to receive the rows of each tensor that this rank gets from the ranks that hold them. Return the tensors
+    that will have them, and the transfer."""
+    results = [x.new_empty((way.rows, *x.shape[1:])) for x in tensors]
+    return results, move(tensors, results, way, group)
+
+
 def gather(tensors: Sequence[torch.Tensor], way: Route, group: Any) -> list[torch.Tensor]:
     """Return the rows of each tensor that this rank gets, received from the ranks that hold them."""
-    results = [x.new_empty((way.rows, *x.shape[1:])) for x in tensors]
-    move(tensors, results, way, group).wait()
+    results, transfer = begin_gather(tensors, way, group)
+    transfer.wait()
     return results
+
+
+class PartsUnderWay:
+    """Parts of sums on their way to the ranks that hold the rows."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], way: Route, group: Any) -> None:
+        arriving = [(of, run, [x.new_empty((run.rows, *x.shape[1:])) for x in parts]) for of, run in way.receives]
+        self._transfer = Transfer(
+            [(to, x[run.source : run.source + run.rows]) for to, run in way.sends for x in parts],
+            [(of, x) for of, _, xs in arriving for x in xs],
+            group,
+        )
+        own = [(way.rank, run, [x[run.source : run.source + run.rows] for x in parts]) for run in way.copies]
+        self._parts = sorted(arriving + own, key=lambda part: part[0])
+
+    def add_to(self, sums: Sequence[torch.Tensor]) -> None:
+        """Wait for the parts of this rank's rows and add them in the order of ranks."""
+        self._transfer.wait()
+        for _, run, xs in self._parts:
+            for total, x in zip(sums, xs):
+                total[run.target : run.target + run.rows] += x
 
 
 def add_parts(parts: Sequence[torch.Tensor], way: Route, group: Any) -> list[torch.Tensor]:
     """Return the sums of the parts that ranks have of this rank's rows, fp32, added in the order of ranks."""
-    arriving = [(of, run, [x.new_empty((run.rows, *x.shape[1:])) for x in parts]) for of, run in way.receives]
-    Transfer(
-        [(to, x[run.source : run.source + run.rows]) for to, run in way.sends for x in parts],
-        [(of, x) for of, _, xs in arriving for x in xs],
-        group,
-    ).wait()
-    own = [(way.rank, run, [x[run.source : run.source + run.rows] for x in parts]) for run in way.copies]
     sums = [x.new_zeros((way.rows, *x.shape[1:]), dtype=torch.float32) for x in parts]
-    for _, run, xs in sorted(arriving + own, key=lambda part: part[0]):
-        for total, x in zip(sums, xs):
-            total[run.target : run.target + run.rows] += x
+    PartsUnderWay(parts, way, group).add_to(sums)
     return sums
 
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from attngen.distributed.collectives import Transfer, add_parts, gather, heads_to_rows, rows_to_heads, runs
+from attngen.distributed.collectives import (
+    PartsUnderWay,
+    Transfer,
+    add_parts,
+    begin_gather,
+    gather,
+    heads_to_rows,
+    rows_to_heads,
+)
 from attngen.distributed.local import LocalKernel, Stats
 from attngen.distributed.merge import merge_parts
 from attngen.distributed.shard import Shard
@@ -118,75 +126,6 @@ def _gathered(shard: Shard, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tens
     return rows_third(*gather(rows_first(k, v), shard.to_needs, shard.sequence_group))
 
 
-class _Step:
-    """A step of a ring on this rank: whose keys it computes with, and which rank computes with this rank's keys.
-
-    sees: whether the rank computes in this step. In the first it always does, also if it sees nothing: its part has the
-        sinks, and is the result of rows without keys.
-    keys: the chunks of keys that it computes with: in the first step all of its own, later those that its queries see.
-    source, taker: the rank that holds them, and the one that computes with keys of this rank.
-    arriving, leaving: the rows that come from `source` and that go to `taker`, in the order of chunks there and here.
-    """
-
-    def __init__(self, shard: Shard, step: int) -> None:
-        row, me, layout = shard.steps[step], shard.at, shard.sequence
-        self.first = step == 0
-        self.source = row[me][0]
-        self.taker = [source for source, _ in row].index(me)
-        self.keys = layout.owned[me] if self.first else shard.seen(self.source, me)
-        self.sees = self.first or bool(self.keys)
-        taken = () if self.first else shard.seen(me, self.taker)
-        self.arriving = sum(len(layout.rows_of(chunk)) for chunk in self.keys)
-        self.leaving = runs(layout, layout.owned[me], taken)
-
-    def rows_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of this rank's rows that the taker has."""
-        return [x[run.source : run.source + run.rows] for run in self.leaving]
-
-
-class _Arriving:
-    """Keys and values of a step on their way from the rank that holds them."""
-
-    def __init__(self, shard: Shard, step: _Step, own: list[torch.Tensor]) -> None:
-        self.tensors = [x.new_empty((step.arriving, *x.shape[1:])) for x in own]
-        sends = [(step.taker, part) for x in own for part in step.rows_of(x)]
-        self.transfer = Transfer(sends, _split(step.source, self.tensors, _sent(shard, step)), shard.sequence_group)
-
-    def wait(self) -> list[torch.Tensor]:
-        self.transfer.wait()
-        return self.tensors
-
-
-class _Returning:
-    """Parts of dK and dV of a step on their way back to the rank that holds the keys."""
-
-    def __init__(self, shard: Shard, step: _Step, parts: list[torch.Tensor], sums: list[torch.Tensor]) -> None:
-        """parts: of the keys of the step. sums: those of this rank's keys, to which `add` adds what comes back."""
-        self.sums, self.step = sums, step
-        rows = sum(run.rows for run in step.leaving)
-        self.tensors = [x.new_empty((rows, *x.shape[1:])) for x in parts]
-        sends = _split(step.source, parts, _sent(shard, step))
-        receives = _split(step.taker, self.tensors, [run.rows for run in step.leaving])
-        self.transfer = Transfer(sends, receives, shard.sequence_group)
-
-    def add(self) -> None:
-        self.transfer.wait()
-        for total, part in zip(self.sums, self.tensors):
-            for run in self.step.leaving:
-                total[run.source : run.source + run.rows] += part[run.target : run.target + run.rows]
-
-
-def _sent(shard: Shard, step: _Step) -> list[int]:
-    """Return the numbers of rows of the messages in which a step's keys come, as their sender divides them."""
-    layout = shard.sequence
-    return [run.rows for run in runs(layout, layout.owned[step.source], step.keys)]
-
-
-def _split(rank: int, tensors: list[torch.Tensor], rows: list[int]) -> list[tuple[int, torch.Tensor]]:
-    """Return a message of each number of rows of each tensor."""
-    return [(rank, part) for x in tensors for part in x.split(rows)]
-
-
 def _as_sent(parts: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     """Return parts of dK and dV [rows, B, H, ...] as all ranks send them, whether kernels computed them or not."""
     return [part.to(x.dtype) for part, x in zip(rows_first(*parts), (k, v))]
@@ -196,23 +135,32 @@ def _without_sinks(kernel: LocalKernel, inputs: Inputs) -> Inputs:
     return {name: torch.full_like(x, -torch.inf) if name in kernel.sinks else x for name, x in inputs.items()}
 
 
+def _following(shard: Shard, step: int, own: list[torch.Tensor]) -> tuple[list[torch.Tensor], Transfer | None]:
+    """Start to receive the keys of the step after this one. Return nothing after the last."""
+    if step == len(shard.to_steps):
+        return [], None
+    return begin_gather(own, shard.to_steps[step], shard.sequence_group)
+
+
 def _ring_forward(
     kernel: LocalKernel, shard: Shard, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs
 ) -> tuple[torch.Tensor, Stats]:
+    """Step 0 is computed even if it sees nothing: its part has the sinks, and is the result of rows without keys."""
     own = [x.contiguous() for x in rows_first(k, v)]
-    steps = [_Step(shard, at) for at in range(len(shard.steps))]
     out, stats, held = q.new_empty(0), Stats(), own
-    for step, following in zip(steps, [*steps[1:], None]):
-        coming = _Arriving(shard, following, own) if following else None
-        if step.sees:
-            given = inputs if step.first else _without_sinks(kernel, inputs)
+    for step, keys in enumerate(shard.step_keys):
+        coming, transfer = _following(shard, step, own)
+        if keys or step == 0:
+            given = inputs if step == 0 else _without_sinks(kernel, inputs)
             k, v = rows_third(*held)
-            part, part_stats = kernel.forward(q, k, v, shard.sequence.owned[shard.at], step.keys, given)
-            if step.first:
+            part, part_stats = kernel.forward(q, k, v, shard.sequence.owned[shard.at], keys, given)
+            if step == 0:
                 out, stats = part.float(), {name: x.clone() for name, x in part_stats.items()}
             else:
                 merge_parts(out, stats, part, part_stats)
-        held = coming.wait() if coming else held
+        if transfer:
+            transfer.wait()
+        held = coming
     return out.to(q.dtype), stats
 
 
@@ -232,32 +180,33 @@ def _ring_backward(
     """The parts of dK and dV of a step go back to the rank of the keys under the kernels of the next step. It adds them
     in fp32, in the order of steps."""
     own = [x.contiguous() for x in rows_first(k, v)]
-    steps = [_Step(shard, at) for at in range(len(shard.steps))]
     dq = torch.zeros_like(q, dtype=torch.float32)
     sums: list[torch.Tensor] = []
     gradients: dict[str, torch.Tensor] = {}
     held, returning = own, None
-    for step, following in zip(steps, [*steps[1:], None]):
-        coming = _Arriving(shard, following, own) if following else None
+    for step, keys in enumerate(shard.step_keys):
+        coming, transfer = _following(shard, step, own)
         parts = [x.new_empty((0, *x.shape[1:])) for x in own]
-        if step.sees:
-            given = inputs if step.first else _without_sinks(kernel, inputs)
-            needed = [name for name in wanted if step.first or name not in kernel.sinks]
-            keys = shard.sequence.owned[shard.at], step.keys
+        if keys or step == 0:
+            given = inputs if step == 0 else _without_sinks(kernel, inputs)
+            needed = [name for name in wanted if step == 0 or name not in kernel.sinks]
+            chunks = shard.sequence.owned[shard.at], keys
             k, v = rows_third(*held)
-            part, *found, of_inputs = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *keys, given, needed)
+            part, *found, of_inputs = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, given, needed)
             dq += part
-            parts = rows_first(*found) if step.first else _as_sent(found, k, v)
+            parts = rows_first(*found) if step == 0 else _as_sent(found, k, v)
             for name, gradient in of_inputs.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient.float()
         if returning:
-            returning.add()
-        if step.first:
+            returning.add_to(sums)
+        if step == 0:
             sums = [x.float() for x in parts]
         else:
-            returning = _Returning(shard, step, parts, sums)
-        held = coming.wait() if coming else held
+            returning = PartsUnderWay(parts, shard.from_steps[step - 1], shard.sequence_group)
+        if transfer:
+            transfer.wait()
+        held = coming
     if returning:
-        returning.add()
+        returning.add_to(sums)
     dk, dv = rows_third(*sums)
     return dq, dk, dv, gradients

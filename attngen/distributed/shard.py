@@ -205,6 +205,26 @@ class Shard:
         return route(self.sequence, self.needs, self.sequence.owned, self.at)
 
     @cached_property
+    def step_keys(self) -> tuple[Chunks, ...]:
+        """The chunks of keys that this rank computes with in each step of a ring: first all of its own, then those of
+        other ranks that its queries see."""
+        return self.sequence.owned[self.at], *(targets[self.at] for targets in self._of_steps)
+
+    @cached_property
+    def to_steps(self) -> list[Route]:
+        """The routes of K and V in the steps of a ring after the first."""
+        return [route(self.sequence, self.sequence.owned, targets, self.at) for targets in self._of_steps]
+
+    @cached_property
+    def from_steps(self) -> list[Route]:
+        """The routes of parts of dK and dV back from these steps."""
+        return [route(self.sequence, targets, self.sequence.owned, self.at) for targets in self._of_steps]
+
+    @cached_property
+    def _of_steps(self) -> list[list[Chunks]]:
+        return [[self.seen(of, rank) for rank, (of, _) in enumerate(step)] for step in self.steps[1:]]
+
+    @cached_property
     def to_all(self) -> Route:
         """The route of rows to all ranks."""
         everything = tuple(range(self.layout.chunks))
