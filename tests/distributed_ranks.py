@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attngen.distributed.attention import attention
 from attngen.distributed.collectives import add_parts, route, sum_over_ranks
-from attngen.distributed.layout import Layout
-from attngen.distributed.shard import Shard, without_heads
+from attngen.distributed.layout import Layout, without_heads
+from attngen.distributed.shard import Shard
 from tests.distributed_reference import Eager, Mask, needs_of, positions, steps_of, whole_attention
 
 N, CHUNK, B, HQ, HKV, D, DV = 37, 4, 2, 8, 4, 8, 6

@@ -57,3 +57,11 @@ class Layout:
     def digest(self) -> str:
         """A digest of the assignment, by which ranks notice that they hold different ones."""
         return hashlib.sha256(repr((self.seq_len, self.chunk, self.owned)).encode()).hexdigest()
+
+
+def without_heads(layout: Layout, ranks: int) -> Layout:
+    """Return the layout over groups of `ranks` consecutive ranks, each of which holds the rows of its ranks. Keys
+    are sent between these groups where the ranks of a group divide heads."""
+    groups = range(0, layout.ranks, ranks)
+    owned = (tuple(sorted(c for chunks in layout.owned[i : i + ranks] for c in chunks)) for i in groups)
+    return Layout(layout.seq_len, layout.chunk, tuple(owned))

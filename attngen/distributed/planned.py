@@ -15,11 +15,11 @@ from attngen.distributed.attention import attention as over_ranks
 from attngen.distributed.balance import Balance
 from attngen.distributed.balance import balance as balanced
 from attngen.distributed.inputs import is_starts
-from attngen.distributed.layout import Layout
+from attngen.distributed.layout import Layout, without_heads
 from attngen.distributed.model import Cluster, Heads, predict
 from attngen.distributed.module_kernel import ModuleKernel, module_kernel
 from attngen.distributed.proof import verify
-from attngen.distributed.shard import Shard, without_heads
+from attngen.distributed.shard import Shard
 from attngen.distributed.transfers import Launch, Method, Plan, Send, divided
 from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError

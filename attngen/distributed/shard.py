@@ -12,18 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attngen.distributed.agreement import agree, digest
 from attngen.distributed.collectives import Chunks, Route, gather, route
-from attngen.distributed.layout import Layout
+from attngen.distributed.layout import Layout, without_heads
 
 METHODS = ("all_gather", "ring", "ulysses", "ulysses+all_gather", "ulysses+ring")
 Steps = Sequence[Sequence[tuple[int, bool]]]
-
-
-def without_heads(layout: Layout, ranks: int) -> Layout:
-    """Return the layout over groups of `ranks` consecutive ranks, each of which holds the rows of its ranks. It is the
-    layout that `needs` and `steps` of a Ulysses method are about."""
-    groups = range(0, layout.ranks, ranks)
-    owned = (tuple(sorted(c for chunks in layout.owned[i : i + ranks] for c in chunks)) for i in groups)
-    return Layout(layout.seq_len, layout.chunk, tuple(owned))
 
 
 class Shard:

@@ -24,7 +24,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from attngen.distributed.layout import Layout
+from attngen.distributed.layout import Layout, without_heads
 from attngen.distributed.visible import Visible
 from attngen.errors import AttngenError, suggest
 
@@ -78,7 +78,7 @@ class Plan:
     @cached_property
     def groups(self) -> Layout:
         """The layout over groups: the chunks that the ranks of a group hold together."""
-        return merged(self.layout, self.ulysses)
+        return without_heads(self.layout, self.ulysses)
 
     def source(self, rank: int, step: int) -> int:
         """Return the rank from which a rank receives in a step of a ring."""
@@ -91,13 +91,6 @@ class Plan:
     @cached_property
     def _active(self) -> frozenset[tuple[int, int]]:
         return frozenset((launch.rank, launch.step) for launch in self.launches)
-
-
-def merged(layout: Layout, ulysses: int) -> Layout:
-    """Return the layout over groups of `ulysses` neighbouring ranks."""
-    owned = layout.owned
-    groups = (owned[at : at + ulysses] for at in range(0, len(owned), ulysses))
-    return Layout(layout.seq_len, layout.chunk, tuple(tuple(sorted(c for own in g for c in own)) for g in groups))
 
 
 def divided(layout: Layout, ulysses: int) -> Layout:
@@ -123,7 +116,7 @@ def plan(
             f"the layout has {layout.seq_len} rows in chunks of {layout.chunk}, and the counts are of "
             f"{visible.seq_len} in chunks of {visible.chunk}; expected the same"
         )
-    groups = merged(layout, ulysses)
+    groups = without_heads(layout, ulysses)
     steps = list(_gather(visible, groups) if method == "all_gather" else _ring(visible, groups))
     share = q_heads // ulysses
     sends, launches = [], []
