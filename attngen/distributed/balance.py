@@ -109,7 +109,7 @@ def head_tail(visible: Visible, ranks: int) -> Owned:
 
 
 def greedy(visible: Visible, ranks: int) -> Owned:
-    """Return chunks dealt in rounds, by falling work, the largest of a round to the rank with the least work."""
+    """Return chunks assigned in rounds, by falling work, the largest of a round to the rank with the least work."""
     order = np.argsort(-visible.work, kind="stable").tolist()
     load, owned = [0] * ranks, [list[int]() for _ in range(ranks)]
     sizes = capacities(len(order), ranks)
