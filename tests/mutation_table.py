@@ -179,8 +179,8 @@ MUTATIONS = (
     Mutation(
         "masks are evaluated at rows of the call",
         "templates/triton/kernels.py.jinja",
-        "return (tl.load(starts + row // UNIT) + row % UNIT) & -(BLOCK & -BLOCK)",
-        "return row & -(BLOCK & -BLOCK)",
+        "return _aligned(start, BLOCK)",
+        "return _aligned(row, BLOCK)",
         "tests/test_chunks_interpreted.py -k causal",
     ),
     Mutation(

@@ -16,7 +16,7 @@ from dataclasses import replace
 from attngen.ir.core import Op, Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import Launch
-from attngen.ir.module import Derived, Input, Module
+from attngen.ir.module import Derived, Input, Module, unit_of
 from attngen.ir.names import AT_HAND, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
 from attngen.ir.ops import Arg
 from attngen.lang.chunks import chunk_positions
@@ -51,7 +51,7 @@ def chunk_derived(chunk: int) -> tuple[Derived, ...]:
     if not chunk:
         return ()
     names, shapes = zip(*((name.lower(), dims) for names in (STARTS, START_RANKS) for name, dims in names.values()))
-    sources = (*(name for name, _ in CHUNKS.values()), *WHOLE_LENGTHS.values(), str(chunk), str(chunk & -chunk))
+    sources = (*(name for name, _ in CHUNKS.values()), *WHOLE_LENGTHS.values(), str(chunk), str(unit_of(chunk)))
     return (Derived(names, shapes, chunk_positions.__name__, sources),)
 
 

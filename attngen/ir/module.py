@@ -18,9 +18,19 @@ PHASES = ("logical", "scheduled", "target")
 
 
 DEFAULT_BACKEND = "triton"  # of attngen/targets
+LARGEST_UNIT = 64  # rows of a unit of a chunk: no tile of the Hopper kernels is shorter
 
 
 PROMISES = ("least", "most", "first", "rising")  # options of an input that are promises about its data
+
+
+def unit_of(chunk: int) -> int:
+    """Return the rows of a unit of chunks: the largest power of two that divides a chunk, at most LARGEST_UNIT.
+
+    Kernels look up one position for each unit. A lookup for a tile whose rows are a multiple of a unit has no
+    remainder. The tables stay in the L1: for a sequence of a million rows they have 64 kB.
+    """
+    return min(chunk & -chunk, LARGEST_UNIT)
 
 
 @dataclass(frozen=True)
@@ -312,9 +322,8 @@ class Module:
 
     @property
     def unit(self) -> int:
-        """Rows for which kernels look up one position, if calls have chunks of a sequence: the largest power of two
-        that divides a chunk. Divisions by it are shifts, and the tables are so short that they stay in the L1."""
-        return self.chunk & -self.chunk
+        """Rows for which kernels look up one position, if calls have chunks of a sequence."""
+        return unit_of(self.chunk)
 
     @property
     def tensors_of_kernels(self) -> dict[str, Type]:
