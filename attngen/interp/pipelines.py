@@ -15,18 +15,20 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.interp.tile import Launch
-from attngen.interp.values import Values
+from attngen.interp.values import Values, applies
 from attngen.ir.core import Access, Op
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
+    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
     ReadMetadata,
+    ReadTileStart,
     Rematerialize,
     SliceRows,
     TmaStore,
@@ -37,6 +39,7 @@ from attngen.ir.pipe import (
 from attngen.ir.pipe_control import (
     WorkLoop,
     bodies_of,
+    masked_full_tile,
 )
 
 POISON = 2**30 + 1  # in stages of numbers that are not loaded
@@ -50,7 +53,7 @@ class Buffers:
     started: loads started, of all stages.
     storing: whether a TMA store has yet to read from it.
     written: how often each instance has written its part of a stage.
-    vectors: the stages of its pipelines of metadata (row vectors and tile indices), by name.
+    vectors: the stages of its pipelines of metadata (row vectors, tile indices and starts), by name.
     exchanged: how many tiles each warp group has written to an exchange pipeline.
     """
 
@@ -174,9 +177,10 @@ class PipelineOps(Launch):
             return  # a pipeline of metadata: the load of the tile comes next
         instances = len(values[op.pipeline])
         vectors = {
-            o.pipeline: self.read(o, values) if isinstance(o, ProducerLoad) else self.tile_index(values)
+            o.pipeline: self.metadata(o, values)
             for o in self.kernel.ops()
-            if isinstance(o, (ProducerLoad, WriteTileIndex)) and o.pipeline in values[op.pipeline][0].vectors
+            if isinstance(o, (LoadTileStart, ProducerLoad, WriteTileIndex))
+            and o.pipeline in values[op.pipeline][0].vectors
         }
         yield from self._start(
             op.pipeline,
@@ -253,6 +257,16 @@ class PipelineOps(Launch):
         of: list[Buffers] = values[pipeline]
         return of[values["instance"] if len(of) > 1 else 0]
 
+    def metadata(self, op: LoadTileStart | ProducerLoad | WriteTileIndex, values: Values) -> Any:
+        """What an op writes to a pipeline of metadata for the tile at which a loop is."""
+        if isinstance(op, ProducerLoad):
+            return self.read(op, values)
+        if isinstance(op, WriteTileIndex):
+            return self.tile_index(values)
+        axis, full = self.kernel.loop_axis, masked_full_tile(self.kernel.ops())
+        masked = full is not None and self.tile_index(values) == self.expression(full, values)
+        return values[f"{axis}_start"] if masked or applies(op.when, values["cls"]) else POISON
+
     def tile_index(self, values: Values) -> Any:
         """The number of the tile at which a loop is."""
         axis = self.kernel.loop_axis
@@ -295,13 +309,23 @@ class PipelineOps(Launch):
         values[op.name] = buffers.vectors[op.pipeline][stage].copy()
         yield from ()
 
+    def _read_tile_start(self, op: ReadTileStart, values: Values) -> Any:
+        if not applies(op.when, values["cls"]):
+            return
+        buffers, stage = self.held(op.tile, values)
+        axis, start = self.kernel.loop_axis, int(buffers.vectors[op.pipeline][stage])
+        values[f"{axis}_start"], values[f"{axis}_idx"] = start, start + np.arange(values[AXIS_DIM[axis]])
+        yield from ()
+
     def _local_load(self, op: LocalLoad, values: Values) -> Any:
         tile = values[op.value]
         values[op.name] = (tile if self.kernel.type_of(op.value).dims == op.type.dims else tile.T).copy()
         yield from ()
 
-    def _write_tile_index(self, op: WriteTileIndex, values: Values) -> Any:
+    def _write_tile_index(self, op: LoadTileStart | WriteTileIndex, values: Values) -> Any:
         yield from ()  # the load of the tile comes next
+
+    _load_tile_start = _write_tile_index
 
     def _zero_out_of_bounds(self, op: ZeroOutOfBounds, values: Values) -> Any:
         if values["cls"] == "partial":

@@ -186,7 +186,7 @@ _BY_KIND: dict[str, dict[str, Codec]] = {
     "init": {"value": _EXPR},
     "pipelined_loop": {"partial": _RANGES, "full": _RANGES, "instance_partial": _RANGES},
     "producer_store": {"metadata": _USES},
-    "read_metadata": {"tile": _REF},
+    **dict.fromkeys(("read_metadata", "read_tile_start"), {"tile": _REF}),
     "sum": {"over": _WORDS},
     **dict.fromkeys(("seed", "list_position", "view", "copy", "classify_blocks", "list_blocks"), {"src": _REF}),
 }

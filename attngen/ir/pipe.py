@@ -32,7 +32,7 @@ from typing import Protocol
 
 from attngen.ir.core import OPERAND, Access, Op, Type, Uses
 from attngen.ir.expr import Expr
-from attngen.ir.ops import KIND, OPS
+from attngen.ir.ops import KIND, OPS, DropoutMask
 from attngen.ir.pipe_control import (
     PipelinedLoop,
     ReloadTile,
@@ -59,8 +59,8 @@ class Types(Protocol):
 @dataclass(frozen=True)
 class Pipeline(Op):
     """Declare a pipeline: `stages` buffers of a tile in shared memory. A pipeline of type `i32[]` carries the
-    coordinates of work tiles (see work_loop), or with `metadata_of` the indices of tiles. An output's staging buffer is
-    declared as a pipeline, too: one stage, which only tma_store uses.
+    coordinates of work tiles (see work_loop), or with `metadata_of` the indices or starts of tiles. An output's staging
+    buffer is declared as a pipeline, too: one stage, which only tma_store uses.
 
     per_instance: a warp group, each instance of which has its own buffers, for its part of the rows. A load fills the
     buffers of all instances, once the stage of each is empty.
@@ -75,8 +75,9 @@ class Pipeline(Op):
     written. A write does not wait until the stage is empty, and a release prints no barrier: the warp groups alternate,
     so that a warp group writes only after it has read and released the other's tile, which the other wrote after it had
     read and released the tile before. The rule `protocol` refuses a kernel in which that fails.
-    metadata_of: another pipeline, whose tile metadata this one holds: row vectors of the tile's keys, or its index as
-    `i32[]`. It has as many stages, each of which is filled, waited for and released with that pipeline's stage.
+    metadata_of: another pipeline, whose tile metadata this one holds: row vectors of the tile's keys, or its index or
+    start as `i32[]`. It has as many stages, each of which is filled, waited for and released with that pipeline's
+    stage.
     """
 
     type: Type
@@ -115,6 +116,19 @@ class WriteTileIndex(Op):
 
 
 @dataclass(frozen=True)
+class LoadTileStart(Op):
+    """Copy where the loop's tile lies in the whole sequence, if calls have chunks of it, to a pipeline of metadata: one
+    number of the call's starts, by cp.async, as producer_load copies row vectors. The load of the tile comes next.
+
+    when: `partial`, it is needed only for partial tiles, and for a full tile that @first of a pipelined loop masks (see
+        masked_full_tile); `always`, for all tiles.
+    """
+
+    pipeline: str = field(metadata=OPERAND)
+    when: str = "always"
+
+
+@dataclass(frozen=True)
 class ConsumerWait(Op):
     """Wait until the pipeline's next stage is full. The result is its tile, which the consumer may read until it
     releases it."""
@@ -135,6 +149,21 @@ class ReadMetadata(Op):
     pipeline: str = field(metadata=OPERAND)
     tile: str = field(metadata=OPERAND)
     type: Type
+
+
+@dataclass(frozen=True)
+class ReadTileStart(Op):
+    """Read where a tile lies in the whole sequence, after the tile's consumer_wait and before its release. The block's
+    ops after it compute with this position of the loop's tile (`kv_start` and `kv_idx`, or `q_start` and `q_idx`).
+
+    pipeline: the pipeline of metadata to which load_tile_start copies it.
+    tile: the tile.
+    when: as in load_tile_start.
+    """
+
+    pipeline: str = field(metadata=OPERAND)
+    tile: str = field(metadata=OPERAND)
+    when: str = "always"
 
 
 @dataclass(frozen=True)
@@ -395,12 +424,19 @@ class TmaStoreWait(Op):
     staging: str = field(metadata=OPERAND)
 
 
+def needs_position(op: Op, axis: str) -> bool:
+    """True if an op in a loop over an axis depends on the position of the loop's tile."""
+    return isinstance(op, DropoutMask) or bool(op.symbols & {axis, f"{axis}_idx", f"{axis}_start"})
+
+
 PIPE_OPS: dict[str, type[Op]] = {
     "pipeline": Pipeline,
     "producer_load": ProducerLoad,
     "write_tile_index": WriteTileIndex,
+    "load_tile_start": LoadTileStart,
     "consumer_wait": ConsumerWait,
     "read_metadata": ReadMetadata,
+    "read_tile_start": ReadTileStart,
     "local_load": LocalLoad,
     "consumer_release": ConsumerRelease,
     "zero_out_of_bounds": ZeroOutOfBounds,

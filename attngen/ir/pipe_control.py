@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from attngen.ir.core import OPERAND, Access, Op, Uses
@@ -153,3 +154,10 @@ class PipelinedLoop(Op):
 def bodies_of(op: Op) -> tuple[str, ...]:
     """The blocks that an op runs, except the block `of` of a work loop."""
     return op.bodies if isinstance(op, PipelinedLoop) else (op.body,) if isinstance(op, (Loop, WorkLoop)) else ()
+
+
+def masked_full_tile(ops: Iterable[Op]) -> Expr | None:
+    """Return the first tile of the full ones if a pipelined loop among these ops masks it: @first masks the first tile,
+    which is this one if no partial tile comes before it."""
+    loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first and op.full)
+    return next((loop.full[0][0] for loop in loops), None)

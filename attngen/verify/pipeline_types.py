@@ -8,24 +8,27 @@ from dataclasses import replace
 from attngen.ir.core import Op, Type
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Arg
+from attngen.ir.ops import Arg, Mask
 from attngen.ir.pipe import (
     PLACE,
     SLICE_DIM,
     TILE_DIM,
     ConsumerRelease,
     ConsumerWait,
+    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
     ProducerStore,
     ReadMetadata,
+    ReadTileStart,
     Rematerialize,
     SliceRows,
     TmaStore,
     TmaStoreWait,
     WriteTileIndex,
     ZeroOutOfBounds,
+    needs_position,
 )
 from attngen.ir.pipe_control import (
     PipelinedLoop,
@@ -153,14 +156,60 @@ def _write_tile_index_errors(kernel: Kernel, op: WriteTileIndex) -> Iterator[str
         yield from _load_order_errors(kernel, op, pipeline)
 
 
-def _load_order_errors(kernel: Kernel, op: ProducerLoad | WriteTileIndex, pipeline: Pipeline) -> Iterator[str]:
+def _load_tile_start_errors(kernel: Kernel, op: LoadTileStart) -> Iterator[str]:
+    pipeline = kernel.op(op.pipeline)
+    if not kernel.places:
+        yield "copies where a tile lies in the whole sequence, of which a call has all rows"
+    if op.when not in ("always", "partial"):
+        yield f"is for `{op.when}` tiles; expected always or partial"
+    if not isinstance(pipeline, Pipeline) or not pipeline.metadata_of or pipeline.type.dims:
+        yield f"copies to %{op.pipeline}; expected a pipeline of metadata with one number for each tile"
+        return
+    yield from _load_order_errors(kernel, op, pipeline)
+
+
+def _read_tile_start_errors(kernel: Kernel, op: ReadTileStart) -> Iterator[str]:
+    """The position of a tile is read while the tile is in its stage, and before the block's first op that needs it."""
+    tile = kernel.op(op.tile)
+    loaded = {o.pipeline: o.when for o in kernel.ops() if isinstance(o, LoadTileStart)}
+    pipeline = kernel.op(op.pipeline)
+    if (
+        op.pipeline not in loaded
+        or not isinstance(pipeline, Pipeline)
+        or not isinstance(tile, ConsumerWait)
+        or pipeline.metadata_of != tile.pipeline
+    ):
+        yield f"reads %{op.pipeline} for %{op.tile}; expected a pipeline to which the starts of these tiles are copied"
+        return
+    yield from _metadata_read_errors(kernel, op)
+    if loaded[op.pipeline] != op.when:
+        yield f"reads %{op.pipeline} {op.when}; expected {loaded[op.pipeline]}, as load_tile_start copies it"
+    ops = list(kernel.block_of(op).ops)
+    needing = [o for o in ops if needs_position(o, kernel.loop_axis)]
+    if needing and ops.index(needing[0]) < ops.index(op):
+        yield f"reads the position of %{op.tile} after %{needing[0].name}, which needs it"
+    for o in needing if op.when == "partial" else ():
+        if not (isinstance(o, Mask) and o.when == "partial"):
+            yield f"reads the position of %{op.tile} in partial tiles; %{o.name} needs it in all"
+
+
+def _metadata_read_errors(kernel: Kernel, op: ReadMetadata | ReadTileStart) -> Iterator[str]:
+    """Metadata of a tile is read between the tile's consumer_wait and its release."""
+    names = [o.value if isinstance(o, ConsumerRelease) else o.name for o in kernel.block_of(op).ops]
+    if op.tile not in names or op.tile in names[names.index(op.tile) + 1 : names.index(op.name)]:
+        yield f"reads metadata of %{op.tile} where this block has not waited for it, or has released it"
+
+
+def _load_order_errors(
+    kernel: Kernel, op: LoadTileStart | ProducerLoad | WriteTileIndex, pipeline: Pipeline
+) -> Iterator[str]:
     """The metadata of a tile is written right before the load of the tile."""
     ops = list(kernel.block_of(op).ops)
     at, tiles = ops.index(op), pipeline.metadata_of or pipeline.name
     metadata = [o.name for o in kernel.ops() if isinstance(o, Pipeline) and o.metadata_of == tiles]
     start = at - metadata.index(pipeline.name) if pipeline.name in metadata else at - len(metadata)
     writes = ops[max(0, start) :][: len(metadata) + 1]
-    names = [o.pipeline if isinstance(o, (ProducerLoad, WriteTileIndex)) else "" for o in writes]
+    names = [o.pipeline if isinstance(o, (LoadTileStart, ProducerLoad, WriteTileIndex)) else "" for o in writes]
     if names != [*metadata, tiles]:
         yield (
             f"is not among the loads of %{tiles} and of its metadata; expected these one after another, that of "
@@ -179,9 +228,7 @@ def _read_metadata_errors(kernel: Kernel, op: ReadMetadata) -> Iterator[str]:
         return
     if replace(pipeline.type, space="reg") != op.type:
         yield f"has another type than %{op.pipeline}"
-    names = [o.value if isinstance(o, ConsumerRelease) else o.name for o in kernel.block_of(op).ops]
-    if tile.name not in names or tile.name in names[names.index(tile.name) + 1 : names.index(op.name)]:
-        yield f"reads metadata of %{op.tile} where this block has not waited for it, or has released it"
+    yield from _metadata_read_errors(kernel, op)
 
 
 def _consumer_wait_errors(kernel: Kernel, op: ConsumerWait) -> Iterator[str]:
@@ -289,6 +336,8 @@ PIPELINE_ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     ConsumerWait: _consumer_wait_errors,
     ReadMetadata: _read_metadata_errors,
     WriteTileIndex: _write_tile_index_errors,
+    LoadTileStart: _load_tile_start_errors,
+    ReadTileStart: _read_tile_start_errors,
     PipelinedLoop: _tile_indices_errors,
     LocalLoad: _local_load_errors,
     ConsumerRelease: _consumer_release_errors,

@@ -13,9 +13,11 @@ from attngen.ir.module import Module
 from attngen.ir.ops import Arg, OrderedAdd, Store, Yield
 from attngen.ir.pipe import (
     ConsumerRelease,
+    LoadTileStart,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
+    ReadTileStart,
     TmaStore,
     TmaStoreWait,
     WriteTileIndex,
@@ -80,9 +82,11 @@ def _is_defined(kernel: Kernel, around: dict[str, Op], ref: str, place: dict[str
 
 _EFFECTS = (
     ConsumerRelease,
+    LoadTileStart,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
+    ReadTileStart,
     ReloadTile,
     SchedulerBarrier,
     SemaphoreAcquire,

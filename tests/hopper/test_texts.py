@@ -18,6 +18,7 @@ from attngen.spec import Spec
 from attngen.targets.hopper import HOPPER
 from attngen.transforms.base import Pass
 from attngen.verify import verify
+from tests import chunks
 from tests.helpers import spec, stages_of
 from tests.hopper import fused_backward
 from tests.hopper.common import hopper_spec
@@ -30,6 +31,8 @@ def spec_of(texts: Texts) -> Spec:
     """The spec that is lowered to the texts."""
     if texts.spec in fused_backward.CASES:
         return fused_backward.spec_for(texts.spec)
+    if texts.spec.endswith(" of chunks"):
+        return chunks.spec_of(texts.spec.removesuffix(" of chunks"), head_dim=128, schedule={"backend": "hopper"})
     return spec(texts.spec) if texts.kernel == "decode" else hopper_spec(texts.spec)
 
 

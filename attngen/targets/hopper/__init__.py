@@ -26,6 +26,7 @@ from attngen.targets.hopper.passes.split_d_warp_groups import SplitDWarpGroups
 from attngen.targets.hopper.passes.split_dq_reduction import SplitDQReduction
 from attngen.targets.hopper.passes.split_softmax import SplitSoftmax
 from attngen.targets.hopper.passes.stage_score_bias import StageScoreBias
+from attngen.targets.hopper.passes.stage_tile_starts import StageTileStarts
 from attngen.targets.hopper.passes.warp_specialize import WarpSpecialize
 from attngen.targets.hopper.printing import kernels
 from attngen.targets.hopper.toolchain import certificate, compiler, resources, rules
@@ -55,6 +56,7 @@ HOPPER = Specializer(
         PersistentScheduler(),
         PingPong(),
         SplitDQReduction(),
+        StageTileStarts(),
         LegalizeGluon(),
     ),
     rules={"fits": rules.fits},

@@ -135,7 +135,7 @@ class KernelContext(ProgramContext):
 
     def _loop_header(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
         """Add to `text` the loop's variable and range, the lines before it, and those that start each iteration."""
-        used = names_in(body)
+        used = self._names_of_loop(body)
         ranges = text["ranges"]
         over_tiles = op.var in AXIS_DIM
         tile = f"{op.var}_tile" if over_tiles else op.var
@@ -167,6 +167,10 @@ class KernelContext(ProgramContext):
         kind = op.var if op.var in ("split", "KV_splits") else "own" if over_tiles and op.cls == "all" else op.cls
         comment = self.kernel.block(op.body).about or LOOP_COMMENTS[kind]
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
+
+    def _names_of_loop(self, body: list[Node]) -> set[str]:
+        """The names that a loop's body needs and does not define itself, among others."""
+        return names_in(body)
 
     def _page_ahead(self, pages: Gather, tile: str, there: str) -> str:
         """The line that reads the page number of a tile, if the tile exists. Loops run it one iteration ahead, because

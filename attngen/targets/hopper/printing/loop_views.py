@@ -60,11 +60,33 @@ class LoopContext(SoftmaxContext):
         read = any(isinstance(op, Load) for block in consumers for op in block.ops)  # one value per row
         return bool(needing) and not read and all(isinstance(op, Mask) and op.when == "partial" for op in needing)
 
-    @staticmethod
-    def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
-        """Name a loop's variable `_` if nothing reads it, omit a start of 0, and drop the lines that compute a tile's
-        position if the body does not read it."""
-        if not names_in(body) & {f"{op.var}_start", f"{op.var}_idx", f"_{op.var}_row"}:
+    def _names_of_loop(self, body: list[Node]) -> set[str]:
+        words = names_in(body)
+        reads = any(node.kind == "read_tile_start" for node in body)
+        return words - {f"{self.kernel.loop_axis}_start", f"{self.kernel.loop_axis}_idx"} if reads else words
+
+    def _position_lines(self, words: set[str]) -> list[str]:
+        """Lines that define a tile's position, and those of its rows, as far as `words` name them, from the number that
+        came with the tile."""
+        start, index = f"{self.kernel.loop_axis}_start", f"{self.kernel.loop_axis}_idx"
+        aligned = [f"{start} = _aligned({start}, {AXIS_DIM[self.kernel.loop_axis]})"] if {start, index} & words else []
+        return [*aligned, *([f"{index} = {start} + {self.kernel.loop_axis}_off"] if index in words else [])]
+
+    def _define_position(self, body: list[Node]) -> None:
+        """Define a tile's position after the line that reads it, or drop that line if the other nodes do not need
+        it."""
+        words = names_in([node for node in body if node.kind != "read_tile_start"])
+        for node in [node for node in body if node.kind == "read_tile_start"]:
+            lines = self._position_lines(words)
+            node.text["lines"] += lines
+            if not lines:
+                body.remove(node)
+
+    def _name_counter(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
+        """Name a loop's variable `_` if nothing reads it, omit a start of 0, and drop the lines that compute or read a
+        tile's position if the body does not need it."""
+        self._define_position(body)
+        if not self._names_of_loop(body) & {f"{op.var}_start", f"{op.var}_idx", f"_{op.var}_row"}:
             text["steps"], text["before"] = [], [line for line in text["before"] if line.startswith(f"{op.var}_stop")]
         words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
         text["var"] = text["var"] if text["var"] in words else "_"
@@ -161,7 +183,8 @@ class LoopContext(SoftmaxContext):
             text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
             return [Node("body", {}, []), *self._loop_by_twos(op)]
         first = self.block(op.first, "partial") if op.first else []
-        words = names_in(first)
+        self._define_position(first)
+        words = self._names_of_loop(first)
         start = [self._read_tile(op) if op.tile_indices else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
         start += self._tile_position(op.var, f"{op.var}_tile", words)
         text["start"] = start if words & self._where(op) else []
@@ -232,7 +255,7 @@ class LoopContext(SoftmaxContext):
         """One loop over the tiles of both classes, with the partial ones in reversed order."""
         begin = ("hidden_tiles + 1" if op.first else "hidden_tiles") if op.skip else "0"
         body, own, _ = parts = self._differing(op)
-        always = bool(self._where(op) & names_in([node for node in body if node not in own]))
+        always = bool(self._where(op) & self._names_of_loop([node for node in body if node not in own]))
         places = [f"{op.var}_tile = {self._reversed_tile(op, 'at', 'partial_tiles' if always else '')}"]
         return self._loop_of_both(op, parts, places, "at < masked_tiles", begin, always)
 
@@ -245,7 +268,7 @@ class LoopContext(SoftmaxContext):
         at = "at" if op.listed else tile
         outside = [f"{at} < {self._term(lo)}"] * (lo != whole[0]) + [f"{at} >= {self._term(hi)}"] * (hi != whole[1])
         condition = " | ".join(f"({text})" if len(outside) > 1 else text for text in outside)
-        always = bool(self._where(op) & names_in([node for node in body if node not in own]))
+        always = bool(self._where(op) & self._names_of_loop([node for node in body if node not in own]))
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
         if op.recompute and self.places_rows:
             axis, unswitch = (
@@ -302,7 +325,15 @@ class LoopContext(SoftmaxContext):
         So do the lines that compute the tile's position, unless all tiles need it (`always`).
         """
         body, own, at = parts
-        places = [*tile, *self._tile_position(op.var, f"{op.var}_tile", names_in(body))]
+        words = self._names_of_loop(body)
+        places = [*tile, *self._tile_position(op.var, f"{op.var}_tile", words)]
+        if any(node.kind == "read_tile_start" for node in body):
+            places = places if words & {f"{op.var}_tile", *self._where(op)} else []
+            others = [node for node in body if node not in own and node.kind != "read_tile_start"]
+            if always or names_in(others) & self._where(op):
+                self._define_position(body)
+            else:
+                places += self._position_lines(names_in(own))
         text = gluon({"condition": condition, "lines": [] if always else places})
         unswitch = [Node("unswitch", text, own)] if own else []
         end = "partial_tiles + full_tiles"
@@ -361,7 +392,7 @@ class LoopContext(SoftmaxContext):
         if not op.partial or not op.full or separate or (op.listed and len(op.partial) > 1):
             return None
         _, own, _ = parts = self._differing(op)
-        always = bool(self._where(op) & names_in(self.block(op.step, "full")))
+        always = bool(self._where(op) & self._names_of_loop(self.block(op.step, "full")))
         if not own or (always and (self.kernel.reads_pairs or op.listed or len(op.partial) > 1 or len(op.full) > 1)):
             return None
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"

@@ -5,26 +5,29 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from attngen.ir.core import Access
+from attngen.ir.core import Access, Op
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import symbol
+from attngen.ir.names import STARTS
 from attngen.ir.ops import Arg, OrderedAdd
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
+    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
     ReadMetadata,
+    ReadTileStart,
     Rematerialize,
     SliceRows,
     TmaStore,
     Wgmma,
     WriteTileIndex,
 )
-from attngen.ir.pipe_control import PipelinedLoop
+from attngen.ir.pipe_control import PipelinedLoop, masked_full_tile
 from attngen.targets.hopper.configs.barriers import (
     instances_of,
     is_consumed_in_loop,
@@ -39,6 +42,7 @@ from attngen.targets.hopper.configs.work_tiles import tile_metadata
 from attngen.targets.hopper.printing.exchange_views import rematerializes_address, side_of
 from attngen.targets.hopper.printing.shapes import ShapeContext
 from attngen.targets.hopper.printing.views import PipelineView
+from attngen.targets.printing.memory_views import applies
 
 NUMBERS = {"i32": "gl.int32", "f32": "gl.float32"}
 
@@ -146,7 +150,7 @@ class PipelineContext(ShapeContext):
     def _producer_load(self, op: ProducerLoad, cls: str) -> dict[str, Any]:
         pipeline = self.pipelines[op.pipeline]
         if pipeline.metadata_of:
-            return self._load_row_vector(op, pipeline.metadata_of)
+            return self._load_row_vector(op, pipeline.metadata_of, cls)
         instances, n, stage = (
             instances_of(self.kernel, pipeline),
             pieces(self.module, pipeline),
@@ -167,22 +171,49 @@ class PipelineContext(ShapeContext):
             "buffer": self._times(pipeline, stage["index"]) + (" + piece" if n > 1 else ""),
             "instances": instances if pipeline.per_instance else 0,
             "row": {},
-            "waits": bool(stage["free"])
-            and not any(other.metadata_of == pipeline.name for other in self.pipelines.values()),
+            "waits": bool(stage["free"]) and not self._metadata_of(pipeline.name, cls),
             **stage,
         }
 
-    def _load_row_vector(self, op: ProducerLoad, tiles: str) -> dict[str, Any]:
+    def _metadata_of(self, tiles: str, cls: str) -> list[str]:
+        """The pipelines of metadata that a loop of class `cls` fills for each of these tiles."""
+        idle = {op.pipeline for op in self.kernel.ops() if isinstance(op, LoadTileStart) and self._idle(op, cls)}
+        return [name for name, pipeline in self.pipelines.items() if pipeline.metadata_of == tiles and name not in idle]
+
+    def _idle(self, op: Op, cls: str) -> bool:
+        if isinstance(op, LoadTileStart):
+            return not applies(op.when, cls) and masked_full_tile(self.kernel.ops()) is None
+        return super()._idle(op, cls)
+
+    def _load_row_vector(self, op: ProducerLoad, tiles: str, cls: str) -> dict[str, Any]:
         """A vector of row values that accompanies a tile: its start and length. The first such load of a stage waits
         until the stage is free."""
         tensor = self.kernel.op(op.src.tensor)
         assert isinstance(tensor, Arg)
-        first = next(name for name, pipeline in self.pipelines.items() if pipeline.metadata_of == tiles)
+        first = self._metadata_of(tiles, cls)[0]
         start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)
         at, extent = self.kernel.first_row(op.src, -1, self.loop), AXIS_EXTENT[self.loop]
         left = self.kernel.extent(self.loop) if at == self.row(self.loop) else extent
         row = {"start": f"{start} + {at}", "left": f"{left} - {at}", "into": self._short(op.pipeline)}
         return {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, **self._stage(tiles)}
+
+    def _load_tile_start(self, op: LoadTileStart, cls: str) -> dict[str, Any]:
+        tiles, axis = str(self.pipelines[op.pipeline].metadata_of), self.loop
+        first = self._metadata_of(tiles, cls)[0]
+        start = f"{STARTS[axis][0]} + {axis}_tile * ({AXIS_DIM[axis]} // UNIT)"
+        row = {"start": start, "left": "1", "into": self._short(op.pipeline)}
+        full = None if applies(op.when, cls) else masked_full_tile(self.kernel.ops())
+        guard = "" if full is None else f"{axis}_tile == {self.scalar(full)}"
+        text = {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, "guard": guard}
+        return {**text, **self._stage(tiles)}
+
+    def _read_tile_start(self, op: ReadTileStart, cls: str) -> dict[str, Any]:
+        """The line that reads the position of a tile. `_define_position` adds those that need its value: where a loop
+        computes with it only in some tiles, the others do not wait for it."""
+        wait = self.kernel.op(op.tile)
+        assert isinstance(wait, ConsumerWait)
+        stage = self._stage(wait.pipeline)["index"]
+        return {"lines": [f"{self.loop}_start = _read_index({self._short(op.pipeline)}_smem.index({stage}))"]}
 
     def _write_tile_index(self, op: WriteTileIndex, cls: str) -> dict[str, Any]:
         tiles = str(self.pipelines[op.pipeline].metadata_of)

@@ -1,0 +1,100 @@
+"""stage-tile-starts: pass the positions of tiles to consumers along with the tiles, if calls have chunks of a sequence.
+
+Without it, each consumer looks up where a masked tile lies, and the products of the tile wait for the lookup. The
+producer runs ahead, and no thread of it waits for the number that it copies.
+
+before:  block @copy                                   after:  block @entry
+           producer_load %K_pipeline %K[b, h, kv, d_qk]          %KV_START_pipeline = pipeline stages(num_stages)
+                                                                   metadata_of(%K_pipeline) : i32[] @sram
+                                                               block @copy
+                                                                 load_tile_start %KV_START_pipeline when(partial)
+                                                                 producer_load %K_pipeline %K[b, h, kv, d_qk]
+         block @step                                           block @step
+           %k = consumer_wait %K_pipeline                        %k = consumer_wait %K_pipeline
+           ...                                                   read_tile_start %KV_START_pipeline tile(%k)
+           %masked = mask %s where(kv_idx <= q_idx)              ...
+                                                                 %masked = mask %s where(kv_idx <= q_idx)
+
+`when(partial)` says that only masks of partial tiles need positions. The producer then copies none for full tiles, but
+for the first one, which @first of a pipelined loop masks if it comes first.
+
+A block that does not wait for the tile that an iteration loads first, such as that of the dQ reduction warps, looks
+positions up, as before. So do kernels that visit listed tiles or load numbers for a tile's rows before they wait for
+the tile, and those whose tiles start inside a unit of the tables (see `unit_of`): the copy would have to add the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.ir.core import Block, Op, Type
+from attngen.ir.dims import AXIS_DIM
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Mask
+from attngen.ir.pipe import ConsumerWait, LoadTileStart, Pipeline, ProducerLoad, ReadTileStart, needs_position
+from attngen.ir.pipe_control import PipelinedLoop
+from attngen.transforms.base import Pass
+
+
+@dataclass(frozen=True)
+class StageTileStarts(Pass):
+    name: ClassVar[str] = "stage-tile-starts"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return replace(
+            module,
+            warp_specialized=tuple(
+                _staged(kernel) if _looks_up(module, kernel) else kernel for kernel in module.warp_specialized
+            ),
+        )
+
+
+def _looks_up(module: Module, kernel: Kernel) -> bool:
+    """True if a lookup of this kernel's tiles in the tables of positions is one load, of a number for each tile."""
+    if not kernel.places:
+        return False
+    axis = AXIS_DIM[kernel.loop_axis].lower()
+    whole = all(getattr(config, axis) % module.unit == 0 for config in module.configs(kernel.name, kernel.backend))
+    loops = [op for op in kernel.ops() if isinstance(op, PipelinedLoop)]
+    by_twos = any(op.odd or op.pair for op in loops)
+    return whole and not by_twos and not any(op.listed for op in kernel.loops + loops)
+
+
+def _staged(kernel: Kernel) -> Kernel:
+    copy = kernel.block("copy")
+    loads = [op.pipeline for op in copy.ops if isinstance(op, ProducerLoad)]
+    pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and op.name in loads and not op.metadata_of]
+    tiles = min(pipelines, key=lambda pipeline: loads.index(pipeline.name))
+    waits = {
+        block.name: wait
+        for block in kernel.blocks
+        for wait in block.ops
+        if isinstance(wait, ConsumerWait)
+        and wait.pipeline == tiles.name
+        and any(needs_position(op, kernel.loop_axis) for op in block.ops)
+    }
+    orders = [(list(kernel.block(name).ops), wait) for name, wait in waits.items()]
+    early = [op for ops, wait in orders for op in ops[: ops.index(wait)] if needs_position(op, kernel.loop_axis)]
+    if not waits or early:
+        return kernel
+    needing = [op for ops, _ in orders for op in ops if needs_position(op, kernel.loop_axis)]
+    when = "partial" if all(isinstance(op, Mask) and op.when == "partial" for op in needing) else "always"
+    start = Pipeline(
+        f"{kernel.loop_axis.upper()}_START_pipeline", Type("i32", (), "sram"), tiles.stages, metadata_of=tiles.name
+    )
+
+    def changed(block: Block) -> Iterator[Op]:
+        for op in block.ops:
+            if block is copy and isinstance(op, ProducerLoad) and op.pipeline == tiles.name:
+                yield LoadTileStart("_load_start", start.name, when)
+            yield op
+            if op is waits.get(block.name):
+                yield ReadTileStart(f"_read_start_of_{op.name}", start.name, op.name, when)
+        if block.name == "entry":
+            yield start
+
+    return replace(kernel, blocks=tuple(replace(block, ops=tuple(changed(block))) for block in kernel.blocks))

@@ -1,0 +1,70 @@
+"""Positions of tiles in the whole sequence, which reach the consumers with the tiles (the pass stage-tile-starts)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.printer import print_module
+from attngen.verify import verify
+from tests.hopper.common import edited_module
+from tests.hopper.texts import texts_of
+
+WINDOW = texts_of("window of chunks", "fwd")
+REFUSED = {
+    "no start": (
+        "    load_tile_start %KV_START_pipeline when(partial)\n",
+        "",
+        "expected a pipeline to which the starts of these tiles are copied",
+    ),
+    "a start after its tile": (
+        "    load_tile_start %KV_START_pipeline when(partial)\n    producer_load %K_pipeline %K[b, h, kv, d_qk]\n",
+        "    producer_load %K_pipeline %K[b, h, kv, d_qk]\n    load_tile_start %KV_START_pipeline when(partial)\n",
+        "is not among the loads of %K_pipeline and of its metadata",
+    ),
+    "a start in the stages of tiles": (
+        "    load_tile_start %KV_START_pipeline when(partial)\n",
+        "    load_tile_start %KV_START_pipeline when(partial)\n    load_tile_start %K_pipeline\n",
+        "expected a pipeline of metadata with one number for each tile",
+    ),
+    "the start of another tile": (
+        "read_tile_start %KV_START_pipeline tile(%k)",
+        "read_tile_start %KV_START_pipeline tile(%q)",
+        "expected a pipeline to which the starts of these tiles are copied",
+    ),
+    "a start in full tiles": (
+        "tile(%k) when(partial)",
+        "tile(%k)",
+        "reads %KV_START_pipeline always; expected partial, as load_tile_start copies it",
+    ),
+    "a mask of full tiles": (
+        "    %masked_1 = mask %s where(kv_idx >= ",
+        "    %masked_1 = mask %s when(always) where(kv_idx >= ",
+        "reads the position of %k in partial tiles; %masked_1 needs it in all",
+    ),
+    "a tile that is released": (
+        "    read_tile_start %KV_START_pipeline tile(%k) when(partial)\n",
+        "    consumer_release %k\n    read_tile_start %KV_START_pipeline tile(%k) when(partial)\n",
+        "reads metadata of %k where this block has not waited for it, or has released it",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_wrong_starts_of_tiles_are_refused(mistake: str) -> None:
+    old, new, reason = REFUSED[mistake]
+    module = WINDOW.module("stage-tile-starts")
+    with pytest.raises(VerifyError, match=f"`types`: .*{re.escape(reason)}"):
+        verify(edited_module(module, (old, new)))
+
+
+def test_a_start_is_read_before_the_mask_that_needs_it() -> None:
+    module = WINDOW.module("stage-tile-starts")
+    read = "    read_tile_start %KV_START_pipeline tile(%k) when(partial)\n"
+    (block,) = (b for b in re.findall(r"  block @step\n(?:    .*\n)*", print_module(module)) if read in b)
+    mask = next(line for line in block.splitlines(keepends=True) if "= mask " in line)
+    late = block.replace(read, "").replace(mask, mask + read).replace("    consumer_release %k\n", "")
+    with pytest.raises(VerifyError, match="reads the position of %k after %"):
+        verify(edited_module(module, (block, late)))
