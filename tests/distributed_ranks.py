@@ -248,6 +248,22 @@ def order_of_sums(ranks: int) -> None:
     assert torch.equal(own, total[positions(layout, layout.owned[rank])])
 
 
+def sums_of_few_rows(ranks: int) -> None:
+    """Of most rows one rank alone has a part, and its memory has the sums; of the others, parts are added in fp32."""
+    world, rank, layout = dist.group.WORLD, dist.get_rank(), layouts(ranks)["contiguous"]
+    needs = needs_of(layout, MASKS["window"], {})
+    parts = []
+    for r, chunks in enumerate(needs):
+        chance = torch.Generator().manual_seed(r)
+        parts.append(torch.randn(len(positions(layout, chunks)), 3, generator=chance).bfloat16())
+    total = torch.zeros(N, 3)
+    for chunks, part in zip(needs, parts):
+        total[positions(layout, chunks)] += part
+    (own,) = add_parts([parts[rank]], route(layout, needs, layout.owned, rank), world)
+    assert torch.equal(own, total[positions(layout, layout.owned[rank])].bfloat16())
+    assert own.untyped_storage().data_ptr() == parts[rank].untyped_storage().data_ptr()
+
+
 # ---------------------------------------------------------------------- faults
 
 
@@ -332,7 +348,7 @@ def wrong_plans(ranks: int) -> None:
     once = "expected each of these once, and no rank twice as a source"
     refused(once, lambda: Shard(layout, world, "ring", needs, steps[:1]))
     refused(once, lambda: Shard(layout, world, "ring", needs, [*steps, steps[1]]))
-    idle = [steps[0], *([(of, False) for of, _ in step] for step in steps[1:])]
+    idle = [steps[0], *([(of, ()) for of, _ in step] for step in steps[1:])]
     refused(once, lambda: Shard(layout, world, "ring", needs, idle))
 
 
@@ -363,6 +379,7 @@ PARTS: dict[str, tuple[Callable[[int], None], ...]] = {
         ways_to_call,
         kernels_that_need_not_run,
         order_of_sums,
+        sums_of_few_rows,
         parts_of_one_dtype,
         wrong_plans,
         wrong_calls,

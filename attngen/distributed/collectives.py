@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -191,12 +192,44 @@ class PartsUnderWay:
             for total, x in zip(sums, xs):
                 total[run.target : run.target + run.rows] += x
 
+    def sums(self, results: Sequence[torch.Tensor]) -> None:
+        """Wait for the parts of this rank's rows and write their sums to `results`, which may have the memory of this
+        rank's parts. Rows of several parts are added in fp32, in the order of ranks; rows without a part are 0."""
+        self._transfer.wait()
+        ends = {end for _, run, _ in self._parts for end in (run.target, run.target + run.rows)}
+        rows = results[0].shape[0] if results else 0
+        for first, end in pairwise(sorted({0, rows, *ends})):
+            of_rows = [(run, xs) for _, run, xs in self._parts if run.target <= first and end <= run.target + run.rows]
+            for at, result in enumerate(results):
+                _add([xs[at][first - run.target : end - run.target] for run, xs in of_rows], result[first:end])
+
+
+def _add(parts: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+    """Write the sum of some parts to a tensor, which may be one of them."""
+    if not parts:
+        result.zero_()
+        return
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.float() + part
+    if total.data_ptr() != result.data_ptr():
+        result.copy_(total)
+
 
 def add_parts(parts: Sequence[torch.Tensor], way: Route, group: Any) -> list[torch.Tensor]:
-    """Return the sums of the parts that ranks have of this rank's rows, fp32, added in the order of ranks."""
-    sums = [x.new_zeros((way.rows, *x.shape[1:]), dtype=torch.float32) for x in parts]
-    PartsUnderWay(parts, way, group).add_to(sums)
-    return sums
+    """Return the sums of the parts that ranks have of this rank's rows, in their dtype. Rows of several parts are added
+    in fp32, in the order of ranks.
+
+    If this rank has a part of each of its rows, one after another, the sums are made in its memory: rows of which no
+    other rank has a part are then not touched.
+    """
+    (run,) = way.copies if len(way.copies) == 1 else (Run(0, 0, 0),)
+    if run.rows == way.rows:
+        results = [x[run.source : run.source + run.rows] for x in parts]
+    else:
+        results = [x.new_empty((way.rows, *x.shape[1:])) for x in parts]
+    PartsUnderWay(parts, way, group).sums(results)
+    return results
 
 
 def sum_over_ranks(x: torch.Tensor, group: Any) -> torch.Tensor:
