@@ -110,14 +110,24 @@ def needs_of(layout: Layout, mask: Mask, inputs: Any) -> tuple[tuple[int, ...], 
     return tuple(tuple(c for c in chunks if sees(layout, mask, inputs, own, c)) for own in layout.owned)
 
 
-def steps_of(layout: Layout, mask: Mask, inputs: Any) -> list[list[tuple[int, bool]]]:
-    """The steps of a ring that passes keys to the next rank, without steps at its end in which no rank sees any."""
-    needs, ranks = needs_of(layout, mask, inputs), layout.ranks
+def steps_of(layout: Layout, mask: Mask, inputs: Any) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """The steps of a ring that passes keys to the next rank, with the chunks of queries that see any of them, without
+    steps at its end in which no rank sees any."""
     steps = []
-    for step in range(ranks):
-        sources = [(rank - step) % ranks for rank in range(ranks)]
-        steps.append([(of, bool(set(layout.owned[of]) & set(needs[rank]))) for rank, of in enumerate(sources)])
-    while len(steps) > 1 and not any(visible for _, visible in steps[-1]):
+    for step in range(layout.ranks):
+        sources = [(rank - step) % layout.ranks for rank in range(layout.ranks)]
+        steps.append(
+            [
+                (
+                    of,
+                    tuple(
+                        q for q in own if not step or any(sees(layout, mask, inputs, (q,), c) for c in layout.owned[of])
+                    ),
+                )
+                for own, of in zip(layout.owned, sources)
+            ]
+        )
+    while len(steps) > 1 and not any(queries for _, queries in steps[-1]):
         steps.pop()
     return steps
 

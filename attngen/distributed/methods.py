@@ -9,6 +9,7 @@ import torch
 
 from attngen.distributed.collectives import (
     PartsUnderWay,
+    Run,
     Transfer,
     add_parts,
     begin_gather,
@@ -142,22 +143,32 @@ def _following(shard: Shard, step: int, own: list[torch.Tensor]) -> tuple[list[t
     return begin_gather(own, shard.to_steps[step], shard.sequence_group)
 
 
+def _taken(x: torch.Tensor, rows: tuple[Run, ...]) -> torch.Tensor:
+    """Return some rows of a tensor [B, H, rows, ...]: a view if they are one run."""
+    found = [x.narrow(2, run.source, run.rows) for run in rows]
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+
 def _ring_forward(
     kernel: LocalKernel, shard: Shard, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs
 ) -> tuple[torch.Tensor, Stats]:
-    """Step 0 is computed even if it sees nothing: its part has the sinks, and is the result of rows without keys."""
+    """Step 0 is computed even if it sees nothing: its part has the sinks, and is the result of rows without keys. In
+    the other steps the queries are those that see a key of the step, and their rows alone are merged."""
     own = [x.contiguous() for x in rows_first(k, v)]
     out, stats, held = q.new_empty(0), Stats(), own
-    for step, keys in enumerate(shard.step_keys):
+    for step, (keys, (queries, rows)) in enumerate(zip(shard.step_keys, shard.step_queries)):
         coming, transfer = _following(shard, step, own)
-        if keys or step == 0:
-            given = inputs if step == 0 else _without_sinks(kernel, inputs)
-            k, v = rows_third(*held)
-            part, part_stats = kernel.forward(q, k, v, shard.sequence.owned[shard.at], keys, given)
-            if step == 0:
-                out, stats = part.float(), {name: x.clone() for name, x in part_stats.items()}
-            else:
-                merge_parts(out, stats, part, part_stats)
+        k, v = rows_third(*held)
+        if step == 0:
+            part, part_stats = kernel.forward(q, k, v, queries, keys, inputs)
+            out, stats = part.float(), {name: x.clone() for name, x in part_stats.items()}
+        elif queries:
+            given = _without_sinks(kernel, inputs)
+            part, part_stats = kernel.forward(_taken(q, rows), k, v, queries, keys, given)
+            for run in rows:
+                to, of = (slice(first, first + run.rows) for first in (run.source, run.target))
+                total, totals = out[:, :, to], {name: x[:, :, to] for name, x in stats.items()}
+                merge_parts(total, totals, part[:, :, of], {name: x[:, :, of] for name, x in part_stats.items()})
         if transfer:
             transfer.wait()
         held = coming
@@ -184,16 +195,21 @@ def _ring_backward(
     sums: list[torch.Tensor] = []
     gradients: dict[str, torch.Tensor] = {}
     held, returning = own, None
-    for step, keys in enumerate(shard.step_keys):
+    for step, (keys, (queries, rows)) in enumerate(zip(shard.step_keys, shard.step_queries)):
         coming, transfer = _following(shard, step, own)
         parts = [x.new_empty((0, *x.shape[1:])) for x in own]
-        if keys or step == 0:
+        if queries or step == 0:
             given = inputs if step == 0 else _without_sinks(kernel, inputs)
             needed = [name for name in wanted if step == 0 or name not in kernel.sinks]
-            chunks = shard.sequence.owned[shard.at], keys
             k, v = rows_third(*held)
-            part, *found, of_inputs = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, given, needed)
-            dq += part
+            of_rows = [_taken(x, rows) for x in (grad_out, q, out, *stats.values())] if step else []
+            grad_rows = grad_lse if grad_lse is None or step == 0 else _taken(grad_lse, rows)
+            grad, queried, result, *row_stats = of_rows or [grad_out, q, out, *stats.values()]
+            part, *found, of_inputs = kernel.backward(
+                grad, grad_rows, queried, k, v, result, dict(zip(stats, row_stats)), queries, keys, given, needed
+            )
+            for run in rows:
+                dq[:, :, run.source : run.source + run.rows] += part[:, :, run.target : run.target + run.rows]
             parts = rows_first(*found) if step == 0 else _as_sent(found, k, v)
             for name, gradient in of_inputs.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient.float()

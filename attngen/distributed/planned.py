@@ -14,6 +14,7 @@ from attngen.devices import LINKS
 from attngen.distributed.attention import attention as over_ranks
 from attngen.distributed.balance import Balance
 from attngen.distributed.balance import balance as balanced
+from attngen.distributed.collectives import Chunks
 from attngen.distributed.inputs import is_starts
 from attngen.distributed.layout import Layout, without_heads
 from attngen.distributed.model import Cluster, Heads, predict
@@ -27,7 +28,7 @@ from attngen.ir.expr import symbol_names
 
 MOST_PROVED = 4096  # pairs of chunks up to which a plan is proved by default
 Q_HEADS, KV_HEADS = 32, {"mha": 32, "gqa": 8, "mqa": 1}  # that the model of time assumes where they are not given
-Steps = tuple[tuple[tuple[int, bool], ...], ...]
+Steps = tuple[tuple[tuple[int, Chunks], ...], ...]
 
 
 def plan(
@@ -181,12 +182,13 @@ def _shard(
 def ring_steps(visible: Visible, groups: Layout) -> Steps:
     """Return the steps of a ring, as in `Shard`: in each, every group has the keys of the one so many places before it.
     Steps in which none sees any key are left out, except the first."""
-    needs = [{*visible.needed(own)} for own in groups.owned]
     found = []
     for step in range(groups.ranks):
         sources = [(group - step) % groups.ranks for group in range(groups.ranks)]
-        row = tuple((of, not needs[group].isdisjoint(groups.owned[of])) for group, of in enumerate(sources))
-        if step == 0 or any(sees for _, sees in row):
+        row = tuple(
+            (of, visible.seeing(own, groups.owned[of]) if step else own) for own, of in zip(groups.owned, sources)
+        )
+        if step == 0 or any(queries for _, queries in row):
             found.append(row)
     return tuple(found)
 
@@ -196,29 +198,31 @@ def transfers_of(shard: Shard) -> Plan:
     `proof.verify` takes it. A transfer over several ranks is one from the rank that holds the keys."""
     size, owned = shard.heads, shard.sequence.owned
     sends, launches = list[Send](), list[Launch]()
-    for group, own in enumerate(owned):
-        for step, source, chunks, keys in _steps_of(shard, group):
+    for group in range(len(owned)):
+        for step, source, chunks, queries, keys in _steps_of(shard, group):
             for head in range(size):
                 rank = group * size + head
                 if source != group and chunks:
                     sends.append(Send(step, source * size + head, rank, chunks))
                 if keys:
-                    launches.append(Launch(step, rank, own, keys, (head, head + 1)))
+                    launches.append(Launch(step, rank, queries, keys, (head, head + 1)))
     method: Method = "ring" if shard.rings else "all_gather"
     return Plan(method, shard.layout, size, size, size, tuple(sends), tuple(launches))
 
 
-def _steps_of(shard: Shard, group: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield what a group receives and computes with: the step, the sender, the chunks sent, the keys of a launch."""
+def _steps_of(shard: Shard, group: int) -> Iterator[tuple[int, int, Chunks, Chunks, Chunks]]:
+    """Yield what a group receives and computes with: the step, the sender, the chunks sent, the queries and the keys of
+    a launch."""
     owned = shard.sequence.owned
     if shard.rings:
         for step, row in enumerate(shard.steps):
-            keys = shard.seen(row[group][0], group) if step else owned[group]
-            yield step, row[group][0], keys, keys
+            source, queries = row[group]
+            keys = shard.seen(source, group) if step else owned[group]
+            yield step, source, keys, queries, keys
         return
     for source in range(len(owned)):
-        yield 0, source, shard.seen(source, group), ()
-    yield 0, group, (), shard.needs[group]
+        yield 0, source, shard.seen(source, group), (), ()
+    yield 0, group, (), owned[group], shard.needs[group]
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:

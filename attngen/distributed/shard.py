@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attngen.distributed.agreement import agree, digest
-from attngen.distributed.collectives import Chunks, Route, gather, route
+from attngen.distributed.collectives import Chunks, Route, Run, gather, route, runs
 from attngen.distributed.layout import Layout, without_heads
 
 METHODS = ("all_gather", "ring", "ulysses", "ulysses+all_gather", "ulysses+ring")
-Steps = Sequence[Sequence[tuple[int, bool]]]
+Steps = Sequence[Sequence[tuple[int, Sequence[int]]]]
 
 
 class Shard:
@@ -32,8 +32,9 @@ class Shard:
         "ulysses": rows are exchanged for heads, so that each rank computes some heads of the whole sequence;
         "ulysses+all_gather", "ulysses+ring": Ulysses within rows of the mesh, the other method between them.
     needs: except with "ulysses", for each rank the numbers of the chunks of keys that its queries see, in rising order.
-    steps: with ring, for each step and rank the rank whose keys it computes with, and whether its queries see any of
-        them. In step 0 each rank has its own. A step in which no rank sees anything may be left out.
+    steps: with ring, for each step and rank the rank whose keys it computes with, and the chunks of its queries that
+        see any of them, in rising order. In step 0 each rank has its own, with all of its queries. A step in which no
+        rank sees anything may be left out.
         With a Ulysses method, needs and steps are those of `without_heads(layout, mesh.size(1))`.
     inputs: inputs of the kernel, by name, from which the plan is made and which `attngen.distributed.attention` passes
         to it.
@@ -79,7 +80,7 @@ class Shard:
         self.rings = method.endswith("ring")
         everything = tuple(range(layout.chunks))
         self.needs: tuple[Chunks, ...] = (everything,) if method == "ulysses" else tuple(map(tuple, needs))
-        self.steps = tuple(tuple((int(of), bool(sees)) for of, sees in step) for step in steps)
+        self.steps = tuple(tuple((int(of), tuple(queries)) for of, queries in step) for step in steps)
         self.inputs = {name: x.to(self.device) for name, x in (inputs or {}).items()}
         self._check()
         self._agreed: set[bytes] = set()
@@ -107,11 +108,18 @@ class Shard:
         for rank in range(len(self.needs)):
             sources = [step[rank][0] for step in self.steps]
             seen = [source for source in range(len(self.needs)) if source != rank and self.seen(source, rank)]
-            sees = [source for source, sees in (step[rank] for step in self.steps[1:]) if sees]
+            sees = [source for source, queries in (step[rank] for step in self.steps[1:]) if queries]
             if len(set(sources)) < len(sources) or sorted(sees) != seen:
                 raise ValueError(
                     f"shard: after step 0 rank {rank} computes with keys of ranks {sees}, and needs keys of {seen}; "
                     "expected each of these once, and no rank twice as a source"
+                )
+            own = self.sequence.owned[rank]
+            of_steps = [step[rank][1] for step in self.steps]
+            if of_steps[0] != own or any(list(queries) != sorted({*queries} & {*own}) for queries in of_steps):
+                raise ValueError(
+                    f"shard: rank {rank} has queries {of_steps} in the steps; expected all of its chunks {own} in step "
+                    "0, and some of them in rising order in later ones"
                 )
 
     # ------------------------------------------------------------------ what the ranks share
@@ -201,6 +209,13 @@ class Shard:
         """The chunks of keys that this rank computes with in each step of a ring: first all of its own, then those of
         other ranks that its queries see."""
         return self.sequence.owned[self.at], *(targets[self.at] for targets in self._of_steps)
+
+    @cached_property
+    def step_queries(self) -> tuple[tuple[Chunks, tuple[Run, ...]], ...]:
+        """The chunks of this rank's queries that see keys in each step of a ring, and the runs of their rows."""
+        own = self.sequence.owned[self.at]
+        of_steps = [step[self.at][1] for step in self.steps]
+        return tuple((queries, runs(self.sequence, own, queries)) for queries in of_steps)
 
     @cached_property
     def to_steps(self) -> list[Route]:

@@ -75,6 +75,11 @@ class Visible:
         """Return the chunks of keys that the queries of some chunks may see, in rising order."""
         return tuple(np.flatnonzero(self.needs[list(chunks)].any(0)).tolist())
 
+    def seeing(self, queries: Sequence[int], keys: Sequence[int]) -> tuple[int, ...]:
+        """Return the chunks among those of queries that may see some key of some chunks, in the order given."""
+        sees = self.needs[np.ix_(list(queries), list(keys))].any(1)
+        return tuple(np.array(queries, int)[sees].tolist())
+
     def between(self, queries: Sequence[int], keys: Sequence[int]) -> int:
         """Return the visible scores of the queries of some chunks with the keys of some chunks, over all planes."""
         return int(self.scores[np.ix_(list(queries), list(keys))].sum())
