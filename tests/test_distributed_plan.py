@@ -341,8 +341,20 @@ def test_explain_prints_methods_bounds_and_scaling() -> None:
         app, ["explain", "causal_gqa", "--gpus", "8", "--nodes", "2", "--seq", "65536", "--formulas"]
     )
     assert run.exit_code == 0, run.output
-    for words in ("all_gather", "ulysses_ring", "least, any method", "chosen: ", "1024", "bytes of k, v received ="):
+    for words in (
+        "all_gather",
+        "ulysses+ring 8 x 2",
+        "least, any method",
+        "chosen: ",
+        "1024",
+        "bytes of k, v received =",
+    ):
         assert words in run.output
+    dropped = CliRunner().invoke(app, ["explain", "causal_dropout_mqa", "--gpus", "8", "--seq", "4096"])
+    assert "without Ulysses, which divides heads: dropout depends on the number of a head" in dropped.output
+    assert "\nulysses" not in dropped.output
+    cached = CliRunner().invoke(app, ["explain", "decode_gqa", "--gpus", "8"])
+    assert cached.exit_code == 1 and "expected a spec without `cache`" in str(cached.exception)
     for name in ("packed_document_gqa", "block_sparse_mha"):
         assert CliRunner().invoke(app, ["explain", name, "--gpus", "2", "--seq", "2048"]).exit_code == 0
 

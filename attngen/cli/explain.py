@@ -166,6 +166,7 @@ def _head_counts(
 
 def _print_cluster(path: Path, spec: Spec, problem: Problem, cluster: tuple[str, int, int], formulas: bool) -> None:
     """Print the output of --gpus and --nodes. Inputs of the mask are typical ones."""
+    from attngen.codegen.wrapper import Wrapper
     from attngen.conformance.cases import make_mask_workload
     from attngen.distributed.model import Cluster, Heads
     from attngen.distributed.visible import count
@@ -174,14 +175,20 @@ def _print_cluster(path: Path, spec: Spec, problem: Problem, cluster: tuple[str,
     from attngen.ir.sizes import Sizes
     from attngen.report.distributed import explain_cluster
 
+    if spec.cache:
+        raise AttngenError(f"{path} has a KV cache, and --gpus is for training; expected a spec without `cache`")
     n, heads, kv_heads = problem.n_q, problem.q_heads, problem.kv_heads
     inputs = make_mask_workload(spec, Sizes(1, heads, kv_heads, n, n))
     least = spec.chunk or PLANNED_TILE
     chunk = least * -(-n // (least * MOST_CHUNKS))
-    visible = count(lower(path, spec), n, chunk, inputs, q_heads=heads, kv_heads=kv_heads)
+    module = lower(path, spec)
+    visible = count(module, n, chunk, inputs, q_heads=heads, kv_heads=kv_heads)
+    undivided = "dropout depends on the number of a head" if spec.dropout else ""
+    if not undivided and '"Hq"' not in Wrapper(module).shards:
+        undivided = "the mask or the scores depend on the number of a head"
     elem = min(ELEMENTS[dtype].bytes for dtype in spec.dtype)
     sizes = Heads(problem.batch, heads, kv_heads, spec.head_dim.qk, spec.head_dim.v, elem)
-    for part in explain_cluster(spec.name, visible, Cluster(*cluster), sizes, formulas):
+    for part in explain_cluster(spec.name, visible, Cluster(*cluster), sizes, formulas, undivided):
         out.print(part)
 
 

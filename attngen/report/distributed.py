@@ -27,15 +27,17 @@ and backward together."""
 BOUND = """least, any method: what a GPU has to send and receive at least, whichever way queries, keys and heads are
 moved, and the time at peak rates; least, queries stay: what it has to receive if it computes the scores of its own
 queries (all_gather and ring)."""
+GROUPS = "ulysses+ring G x U: a mesh of G groups of U GPUs, each with a part of the heads."
 SCALING = "The chosen method for other numbers of GPUs"
 
 
 def explain_cluster(
-    name: str, visible: Visible, cluster: Cluster, heads: Heads, formulas: bool = False
+    name: str, visible: Visible, cluster: Cluster, heads: Heads, formulas: bool = False, undivided: str = ""
 ) -> Iterator[RenderableType]:
     """Yield the predictions of all methods, lower bounds, the choice, and what it becomes on more or fewer GPUs.
 
-    formulas: also closed forms.
+    formulas: also closed forms. undivided: why ranks cannot compute a part of the heads, as a clause; then methods that
+    divide heads are left out.
     """
     where = f"{cluster.ranks} {cluster.device} in {cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.gpus}"
     yield Text(f"{name}: context parallelism on {where}", style="bold")
@@ -46,16 +48,18 @@ def explain_cluster(
         indent=0,
     )
     yield Text()
-    chosen = choose(visible, cluster, heads)
-    yield _methods(visible, cluster, heads)
-    yield remark(f"{LEGEND} {BOUND}")
+    chosen = choose(visible, cluster, heads, divides=not undivided)
+    yield _methods(visible, cluster, heads, not undivided)
+    yield remark(f"{LEGEND} {BOUND} {GROUPS}" if not undivided else f"{LEGEND} {BOUND}")
     yield Text()
+    if undivided:
+        yield Line(f"without Ulysses, which divides heads: {undivided}", indent=0)
     yield Line(f"chosen: {_name(chosen)}, {_balance(visible, chosen)}", indent=0)
     limit = LINKS[cluster.device].memory_bytes
     if chosen.memory > limit:
         yield Line(f"No method fits: {chosen.memory / 1e9:.0f} of {limit / 1e9:.0f} GB, without model and activations.")
     yield heading(SCALING)
-    yield _scaling(visible, cluster, heads)
+    yield _scaling(visible, cluster, heads, not undivided)
     if formulas:
         yield heading(
             "Formulas, of a rank (U: ranks among which heads are divided; own, held: rows of it, of its group)"
@@ -65,7 +69,7 @@ def explain_cluster(
 
 def _name(found: Prediction) -> str:
     ring = found.layout.ranks
-    return f"{found.method} {found.ulysses} x {ring}" if found.method == "ulysses_ring" else found.method
+    return f"ulysses+ring {ring} x {found.ulysses}" if found.method == "ulysses_ring" else found.method
 
 
 def _balance(visible: Visible, chosen: Prediction) -> str:
@@ -81,12 +85,12 @@ def _balance(visible: Visible, chosen: Prediction) -> str:
     )
 
 
-def _methods(visible: Visible, cluster: Cluster, heads: Heads) -> Rows:
+def _methods(visible: Visible, cluster: Cluster, heads: Heads, divides: bool) -> Rows:
     """Return a table with one line for each method, and the lower bounds."""
     table = _table(
         "method", "NVLink GB", "network GB", "HBM GB", "TFLOP", "memory GB", "forward ms", "+ backward ms", "efficiency"
     )
-    for p in predictions(visible, cluster, heads):
+    for p in predictions(visible, cluster, heads, divides):
         f = p.forward
         table.add_row(
             _name(p),
@@ -113,10 +117,10 @@ def _methods(visible: Visible, cluster: Cluster, heads: Heads) -> Rows:
     return table
 
 
-def _scaling(visible: Visible, cluster: Cluster, heads: Heads) -> Rows:
+def _scaling(visible: Visible, cluster: Cluster, heads: Heads, divides: bool) -> Rows:
     """Return a table with one line for each number of GPUs."""
     table = _table("GPUs", "method", "forward ms", "+ backward ms", "speed-up", "efficiency")
-    found = simulate(visible, cluster, heads)
+    found = simulate(visible, cluster, heads, divides=divides)
     one = found[min(found)].seconds
     for count, p in found.items():
         times = (_digits(s * 1e3) for s in (p.forward.seconds, p.seconds))
