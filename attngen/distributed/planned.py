@@ -26,7 +26,6 @@ from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError
 from attngen.ir.expr import symbol_names
 
-MOST_PROVED = 4096  # pairs of chunks up to which a plan is proved by default
 Q_HEADS, KV_HEADS = 32, {"mha": 32, "gqa": 8, "mqa": 1}  # that the model of time assumes where they are not given
 Steps = tuple[tuple[tuple[int, Chunks], ...], ...]
 
@@ -44,7 +43,7 @@ def plan(
     q_heads: int | None = None,
     kv_heads: int | None = None,
     batch: int = 1,
-    prove: bool | None = None,
+    prove: bool = True,
 ) -> Shard:
     """Decide which rank holds which rows of a sequence, and what ranks send to each other. It sends nothing itself; all
     ranks call it with equal arguments, and the first call of `attention` compares their plans.
@@ -70,7 +69,7 @@ def plan(
         q_heads, kv_heads: numbers of heads, for masks that differ between heads, and for method "auto", which considers
             Ulysses only if they are given.
         batch: sequences of a call, for "auto".
-        prove: prove that each visible score is computed once, with keys that its rank has; by default up to 64 chunks.
+        prove: prove that each visible score is computed once, with keys that its rank has.
 
     Returns:
         the plan. `Shard.scatter` takes this rank's rows of a tensor, `Shard.position_ids` are their positions.
@@ -89,7 +88,8 @@ def plan(
         method = _fastest(visible, _ranks(mesh), _sizes(kernel, heads, batch), divides)
     cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
     shard = _shard(visible, mesh, method, layout or balance, cuts)
-    _prove(shard, visible, prove)
+    if prove:
+        verify(transfers_of(shard), visible)
     return shard
 
 
@@ -156,12 +156,6 @@ def layout_of(visible: Visible, mesh: Any, method: str, balance: Balance = "auto
     ranks = _ranks(mesh)
     of_heads = ranks[-1] if method.startswith("ulysses") else 1
     return divided(balanced(visible, math.prod(ranks) // of_heads, balance).layout, of_heads)
-
-
-def _prove(shard: Shard, visible: Visible, prove: bool | None) -> None:
-    """Prove a plan; with None, one of few chunks."""
-    if prove or (prove is None and shard.layout.chunks**2 <= MOST_PROVED):
-        verify(transfers_of(shard), visible)
 
 
 def _shard(
