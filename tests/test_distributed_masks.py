@@ -117,6 +117,12 @@ def test_a_plan_holds_what_its_mask_needs() -> None:
 
 
 @pytest.mark.usefixtures("eight_ranks")
+def test_heads_that_cannot_be_divided_need_a_mesh_of_one_dimension() -> None:
+    with pytest.raises(AttngenError, match="depend on the number of a head.*expected a mesh of one dimension"):
+        plan(module_of("heads_apart"), init_device_mesh("cpu", (4, 2)), seq_len=1000, q_heads=4, kv_heads=4)
+
+
+@pytest.mark.usefixtures("eight_ranks")
 def test_masks_may_share_the_rows_of_ranks() -> None:
     """With a given layout, a plan needs what its own mask shows; it has to be of the module's chunks and the ranks."""
     line = init_device_mesh("cpu", (8,))

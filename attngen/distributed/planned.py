@@ -84,7 +84,13 @@ def plan(
     counted = heads if None not in heads else (1, 1)  # where they are not known, the mask is the same for all
     visible = count(kernel.ir, _rows(seq_len, ends), kernel.chunk, given, ends, *counted)  # type: ignore[arg-type]
     if method == "auto":
-        divides = q_heads is not None and not kernel.ir.dropout and not kernel.needs_all_heads(given)
+        undivided = kernel.needs_all_heads(given)
+        if undivided and len(_ranks(mesh)) == 2:
+            raise AttngenError(
+                f"plan: {undivided}, and the mesh has a second dimension, in which heads are divided; expected a mesh "
+                "of one dimension"
+            )
+        divides = q_heads is not None and not kernel.ir.dropout and not undivided
         method = _fastest(visible, _ranks(mesh), _sizes(kernel, heads, batch), divides)
     cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
     shard = _shard(visible, mesh, method, layout or balance, cuts)
