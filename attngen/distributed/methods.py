@@ -149,30 +149,45 @@ def _taken(x: torch.Tensor, rows: tuple[Run, ...]) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
+class _Accumulated:
+    """A tensor [B, H, rows, ...] to some rows of which later steps add, in fp32. The other rows are not touched."""
+
+    def __init__(self, x: torch.Tensor, rows: tuple[Run, ...]) -> None:
+        self._x, self._rows = x, rows
+        self.sums = _taken(x, rows).to(torch.float32, copy=True) if rows else x.new_empty((0,))
+
+    def result(self) -> torch.Tensor:
+        """Write the sums back, and return the tensor."""
+        for run in self._rows:
+            self._x.narrow(2, run.source, run.rows).copy_(self.sums.narrow(2, run.target, run.rows))
+        return self._x
+
+
 def _ring_forward(
     kernel: LocalKernel, shard: Shard, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs
 ) -> tuple[torch.Tensor, Stats]:
     """Step 0 is computed even if it sees nothing: its part has the sinks, and is the result of rows without keys. In
     the other steps the queries are those that see a key of the step, and their rows alone are merged."""
     own = [x.contiguous() for x in rows_first(k, v)]
-    out, stats, held = q.new_empty(0), Stats(), own
-    for step, (keys, (queries, rows)) in enumerate(zip(shard.step_keys, shard.step_queries)):
+    held, out, stats = own, _Accumulated(q, ()), dict[str, _Accumulated]()  # step 0 makes out and stats
+    for step, (keys, (queries, rows, merged)) in enumerate(zip(shard.step_keys, shard.step_queries)):
         coming, transfer = _following(shard, step, own)
         k, v = rows_third(*held)
         if step == 0:
-            part, part_stats = kernel.forward(q, k, v, queries, keys, inputs)
-            out, stats = part.float(), {name: x.clone() for name, x in part_stats.items()}
+            part, of_part = kernel.forward(q, k, v, queries, keys, inputs)
+            out = _Accumulated(part, shard.merged_rows)
+            stats = {name: _Accumulated(x, shard.merged_rows) for name, x in of_part.items()}
         elif queries:
-            given = _without_sinks(kernel, inputs)
-            part, part_stats = kernel.forward(_taken(q, rows), k, v, queries, keys, given)
-            for run in rows:
-                to, of = (slice(first, first + run.rows) for first in (run.source, run.target))
-                total, totals = out[:, :, to], {name: x[:, :, to] for name, x in stats.items()}
-                merge_parts(total, totals, part[:, :, of], {name: x[:, :, of] for name, x in part_stats.items()})
+            part, of_part = kernel.forward(_taken(q, rows), k, v, queries, keys, _without_sinks(kernel, inputs))
+            for run in merged:
+                totals = {name: x.sums.narrow(2, run.source, run.rows) for name, x in stats.items()}
+                of_run = {name: x.narrow(2, run.target, run.rows) for name, x in of_part.items()}
+                total = out.sums.narrow(2, run.source, run.rows)
+                merge_parts(total, totals, part.narrow(2, run.target, run.rows), of_run)
         if transfer:
             transfer.wait()
         held = coming
-    return out.to(q.dtype), stats
+    return out.result(), {name: x.result() for name, x in stats.items()}
 
 
 def _ring_backward(
@@ -191,11 +206,11 @@ def _ring_backward(
     """The parts of dK and dV of a step go back to the rank of the keys under the kernels of the next step. It adds them
     in fp32, in the order of steps."""
     own = [x.contiguous() for x in rows_first(k, v)]
-    dq = torch.zeros_like(q, dtype=torch.float32)
+    dq = _Accumulated(q, ())  # step 0 makes it
     sums: list[torch.Tensor] = []
     gradients: dict[str, torch.Tensor] = {}
     held, returning = own, None
-    for step, (keys, (queries, rows)) in enumerate(zip(shard.step_keys, shard.step_queries)):
+    for step, (keys, (queries, rows, merged)) in enumerate(zip(shard.step_keys, shard.step_queries)):
         coming, transfer = _following(shard, step, own)
         parts = [x.new_empty((0, *x.shape[1:])) for x in own]
         if queries or step == 0:
@@ -208,8 +223,10 @@ def _ring_backward(
             part, *found, of_inputs = kernel.backward(
                 grad, grad_rows, queried, k, v, result, dict(zip(stats, row_stats)), queries, keys, given, needed
             )
-            for run in rows:
-                dq[:, :, run.source : run.source + run.rows] += part[:, :, run.target : run.target + run.rows]
+            if step == 0:
+                dq = _Accumulated(part, shard.merged_rows)
+            for run in merged if step else ():
+                dq.sums.narrow(2, run.source, run.rows).add_(part.narrow(2, run.target, run.rows))
             parts = rows_first(*found) if step == 0 else _as_sent(found, k, v)
             for name, gradient in of_inputs.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient.float()
@@ -225,4 +242,4 @@ def _ring_backward(
     if returning:
         returning.add_to(sums)
     dk, dv = rows_third(*sums)
-    return dq, dk, dv, gradients
+    return dq.result(), dk, dv, gradients

@@ -211,11 +211,21 @@ class Shard:
         return self.sequence.owned[self.at], *(targets[self.at] for targets in self._of_steps)
 
     @cached_property
-    def step_queries(self) -> tuple[tuple[Chunks, tuple[Run, ...]], ...]:
-        """The chunks of this rank's queries that see keys in each step of a ring, and the runs of their rows."""
-        own = self.sequence.owned[self.at]
-        of_steps = [step[self.at][1] for step in self.steps]
-        return tuple((queries, runs(self.sequence, own, queries)) for queries in of_steps)
+    def step_queries(self) -> tuple[tuple[Chunks, tuple[Run, ...], tuple[Run, ...]], ...]:
+        """For each step of a ring: the chunks of this rank's queries that see keys in it, and the runs of their rows
+        among this rank's rows and among `merged_rows`."""
+        own, merged, layout = self.sequence.owned[self.at], self._merged, self.sequence
+        of_steps = (step[self.at][1] for step in self.steps)
+        return tuple((queries, runs(layout, own, queries), runs(layout, merged, queries)) for queries in of_steps)
+
+    @cached_property
+    def merged_rows(self) -> tuple[Run, ...]:
+        """The runs of this rank's rows to whose results a step of a ring after the first adds, in rising order."""
+        return runs(self.sequence, self.sequence.owned[self.at], self._merged)
+
+    @property
+    def _merged(self) -> Chunks:
+        return tuple(sorted({chunk for step in self.steps[1:] for chunk in step[self.at][1]}))
 
     @cached_property
     def to_steps(self) -> list[Route]:
