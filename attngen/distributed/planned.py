@@ -84,13 +84,7 @@ def plan(
     counted = heads if None not in heads else (1, 1)  # where they are not known, the mask is the same for all
     visible = count(kernel.ir, _rows(seq_len, ends), kernel.chunk, given, ends, *counted)  # type: ignore[arg-type]
     if method == "auto":
-        undivided = kernel.needs_all_heads(given)
-        if undivided and len(_ranks(mesh)) == 2:
-            raise AttngenError(
-                f"plan: {undivided}, and the mesh has a second dimension, in which heads are divided; expected a mesh "
-                "of one dimension"
-            )
-        divides = q_heads is not None and not kernel.ir.dropout and not undivided
+        divides = _divides(kernel, given, mesh) and q_heads is not None
         method = _fastest(visible, _ranks(mesh), _sizes(kernel, heads, batch), divides)
     cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
     shard = _shard(visible, mesh, method, layout or balance, cuts)
@@ -256,6 +250,18 @@ def _sizes(kernel: ModuleKernel, heads: tuple[int | None, int | None], batch: in
     q_heads, module = heads[0] or Q_HEADS, kernel.module
     kv_heads = heads[1] or min(q_heads, KV_HEADS[module.SHARING])
     return Heads(batch, q_heads, kv_heads, module.HEAD_DIM_QK, module.HEAD_DIM_V, module.DTYPES[0].itemsize)
+
+
+def _divides(kernel: ModuleKernel, inputs: Mapping[str, Any], mesh: Any) -> bool:
+    """Return whether ranks may compute a part of the heads. Raise AttngenError if the mesh is made for that and they
+    cannot."""
+    undivided = kernel.needs_all_heads(inputs)
+    if undivided and len(_ranks(mesh)) == 2:
+        raise AttngenError(
+            f"plan: {undivided}, and the mesh has a second dimension, in which heads are divided; expected a mesh of "
+            "one dimension"
+        )
+    return not undivided and not kernel.ir.dropout
 
 
 def _fastest(visible: Visible, ranks: tuple[int, ...], heads: Heads, divides: bool) -> str:
