@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -29,4 +30,5 @@ def test_two_processes_give_the_results_of_one() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     shown = next(block for block in blocks("docs/distributed.md", "text") if "as on one rank" in block)
-    assert sorted(done.stdout.splitlines()) == shown.splitlines()
+    # The processes write to one pipe: a line of one may come before the end of the other's.
+    assert sorted(re.findall(r"rank \d.*?on one rank", done.stdout)) == shown.splitlines()

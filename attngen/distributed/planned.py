@@ -77,8 +77,7 @@ def plan(
     Raises:
         ValueError or AttngenError: one sentence that says what is wrong and what was expected.
     """
-    kernel = module_kernel(module)
-    given = dict(inputs or {})
+    kernel, given = module_kernel(module), dict(inputs or {})
     ends = None if cu_seqlens is None else [int(end) for end in cu_seqlens]
     heads = _heads(kernel, given, q_heads, kv_heads)
     counted = heads if None not in heads else (1, 1)  # where they are not known, the mask is the same for all
