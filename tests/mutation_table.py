@@ -184,6 +184,13 @@ MUTATIONS = (
         "tests/test_chunks_interpreted.py -k causal",
     ),
     Mutation(
+        "no position comes with a full tile that @first masks",
+        "attngen/ir/pipe_control.py",
+        "return next((loop.full[0][0] for loop in loops), None)",
+        "return None",
+        "tests/test_chunks.py -k push",
+    ),
+    Mutation(
         "the order of accumulation counts tiles that the call does not have",
         "attngen/tiles/order.py",
         'tiles, *at_hand = position_of(f"{own}_visits", own, tiles)',
