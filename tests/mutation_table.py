@@ -186,8 +186,8 @@ MUTATIONS = (
     Mutation(
         "no position comes with a full tile that @first masks",
         "attngen/ir/pipe_control.py",
-        "return next((loop.full[0][0] for loop in loops), None)",
-        "return None",
+        "return tuple(first for loop in loops for first, _ in loop.full)",
+        "return ()",
         "tests/test_chunks.py -k push",
     ),
     Mutation(

@@ -39,7 +39,7 @@ from attngen.ir.pipe import (
 from attngen.ir.pipe_control import (
     WorkLoop,
     bodies_of,
-    masked_full_tile,
+    masked_full_tiles,
 )
 
 POISON = 2**30 + 1  # in stages of numbers that are not loaded
@@ -263,9 +263,9 @@ class PipelineOps(Launch):
             return self.read(op, values)
         if isinstance(op, WriteTileIndex):
             return self.tile_index(values)
-        axis, full = self.kernel.loop_axis, masked_full_tile(self.kernel.ops())
-        masked = full is not None and self.tile_index(values) == self.expression(full, values)
-        return values[f"{axis}_start"] if masked or applies(op.when, values["cls"]) else POISON
+        full = (self.expression(first, values) for first in masked_full_tiles(self.kernel.ops()))
+        needed = applies(op.when, values["cls"]) or self.tile_index(values) in full
+        return values[f"{self.kernel.loop_axis}_start"] if needed else POISON
 
     def tile_index(self, values: Values) -> Any:
         """The number of the tile at which a loop is."""

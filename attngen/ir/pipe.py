@@ -121,7 +121,7 @@ class LoadTileStart(Op):
     number of the call's starts, by cp.async, as producer_load copies row vectors. The load of the tile comes next.
 
     when: `partial`, it is needed only for partial tiles, and for a full tile that @first of a pipelined loop masks (see
-        masked_full_tile); `always`, for all tiles.
+        masked_full_tiles); `always`, for all tiles.
     """
 
     pipeline: str = field(metadata=OPERAND)

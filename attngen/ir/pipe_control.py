@@ -156,8 +156,8 @@ def bodies_of(op: Op) -> tuple[str, ...]:
     return op.bodies if isinstance(op, PipelinedLoop) else (op.body,) if isinstance(op, (Loop, WorkLoop)) else ()
 
 
-def masked_full_tile(ops: Iterable[Op]) -> Expr | None:
-    """Return the first tile of the full ones if a pipelined loop among these ops masks it: @first masks the first tile,
-    which is this one if no partial tile comes before it."""
-    loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first and op.full)
-    return next((loop.full[0][0] for loop in loops), None)
+def masked_full_tiles(ops: Iterable[Op]) -> tuple[Expr, ...]:
+    """Return the full tiles that a pipelined loop among these ops may mask: @first masks the loop's first tile, which
+    is the first one of a range of full tiles if no tile comes before it."""
+    loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first)
+    return tuple(first for loop in loops for first, _ in loop.full)

@@ -27,7 +27,7 @@ from attngen.ir.pipe import (
     Wgmma,
     WriteTileIndex,
 )
-from attngen.ir.pipe_control import PipelinedLoop, masked_full_tile
+from attngen.ir.pipe_control import PipelinedLoop, masked_full_tiles
 from attngen.targets.hopper.configs.barriers import (
     instances_of,
     is_consumed_in_loop,
@@ -182,7 +182,7 @@ class PipelineContext(ShapeContext):
 
     def _idle(self, op: Op, cls: str) -> bool:
         if isinstance(op, LoadTileStart):
-            return not applies(op.when, cls) and masked_full_tile(self.kernel.ops()) is None
+            return not applies(op.when, cls) and not masked_full_tiles(self.kernel.ops())
         return super()._idle(op, cls)
 
     def _load_row_vector(self, op: ProducerLoad, tiles: str, cls: str) -> dict[str, Any]:
@@ -202,8 +202,9 @@ class PipelineContext(ShapeContext):
         first = self._metadata_of(tiles, cls)[0]
         start = f"{STARTS[axis][0]} + {axis}_tile * ({AXIS_DIM[axis]} // UNIT)"
         row = {"start": start, "left": "1", "into": self._short(op.pipeline)}
-        full = None if applies(op.when, cls) else masked_full_tile(self.kernel.ops())
-        guard = "" if full is None else f"{axis}_tile == {self.scalar(full)}"
+        full = () if applies(op.when, cls) else masked_full_tiles(self.kernel.ops())
+        is_first = [f"{axis}_tile == {self.scalar(first)}" for first in full]
+        guard = " | ".join(f"({text})" for text in is_first) if len(is_first) > 1 else "".join(is_first)
         text = {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, "guard": guard}
         return {**text, **self._stage(tiles)}
 
