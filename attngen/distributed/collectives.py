@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from attngen.distributed.layout import Layout
+from attngen.distributed.layout import Chunks, Layout
 
-Chunks = tuple[int, ...]
 Message = tuple[int, torch.Tensor]  # the other rank, and what is sent to it or received from it
 
 

@@ -12,6 +12,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+Chunks = tuple[int, ...]  # numbers of chunks, in rising order
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -24,7 +26,7 @@ class Layout:
 
     seq_len: int
     chunk: int
-    owned: tuple[tuple[int, ...], ...]
+    owned: tuple[Chunks, ...]
 
     @property
     def ranks(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attngen.distributed.layout import Chunks
 from attngen.distributed.remembered import Remembered
 from attngen.ir.module import Module
 
@@ -18,7 +19,6 @@ MOST_SEEDS = 16
 LARGEST = 2**31 - 1
 STARTS = ("q_chunks", "kv_chunks")
 Inputs = Mapping[str, Any]
-Chunks = tuple[int, ...]
 
 
 class Operands:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,18 @@ from attngen.devices import LINKS
 from attngen.distributed.attention import attention as over_ranks
 from attngen.distributed.balance import Balance
 from attngen.distributed.balance import balance as balanced
-from attngen.distributed.collectives import Chunks
 from attngen.distributed.inputs import is_starts
 from attngen.distributed.layout import Layout, without_heads
 from attngen.distributed.model import Cluster, Heads, predict
 from attngen.distributed.module_kernel import ModuleKernel, module_kernel
 from attngen.distributed.proof import verify
 from attngen.distributed.shard import Shard
-from attngen.distributed.transfers import Launch, Method, Plan, Send, divided
+from attngen.distributed.transfers import Method, Plan, divided, expanded, ring_steps
 from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError
 from attngen.ir.expr import symbol_names
 
 Q_HEADS, KV_HEADS = 32, {"mha": 32, "gqa": 8, "mqa": 1}  # that the model of time assumes where they are not given
-Steps = tuple[tuple[tuple[int, Chunks], ...], ...]
 
 
 def plan(
@@ -169,53 +167,15 @@ def _shard(
             f"chunks of {visible.chunk}, those of the module"
         )
     groups = without_heads(layout, of_heads)
-    return Shard(layout, mesh, method, tuple(map(visible.needed, groups.owned)), ring_steps(visible, groups), inputs)
-
-
-def ring_steps(visible: Visible, groups: Layout) -> Steps:
-    """Return the steps of a ring, as in `Shard`: in each, every group has the keys of the one so many places before it.
-    Steps in which none sees any key are left out, except the first."""
-    found = []
-    for step in range(groups.ranks):
-        sources = [(group - step) % groups.ranks for group in range(groups.ranks)]
-        row = tuple(
-            (of, visible.seeing(own, groups.owned[of]) if step else own) for own, of in zip(groups.owned, sources)
-        )
-        if step == 0 or any(queries for _, queries in row):
-            found.append(row)
-    return tuple(found)
+    steps = ring_steps(visible, groups) if method.endswith("ring") else ()
+    return Shard(layout, mesh, method, tuple(map(visible.needed, groups.owned)), steps, inputs)
 
 
 def transfers_of(shard: Shard) -> Plan:
     """Return what the calls of a plan transfer and launch, with one head for each rank that divides heads, as
-    `proof.verify` takes it. A transfer over several ranks is one from the rank that holds the keys."""
-    size, owned = shard.heads, shard.sequence.owned
-    sends, launches = list[Send](), list[Launch]()
-    for group in range(len(owned)):
-        for step, source, chunks, queries, keys in _steps_of(shard, group):
-            for head in range(size):
-                rank = group * size + head
-                if source != group and chunks:
-                    sends.append(Send(step, source * size + head, rank, chunks))
-                if keys:
-                    launches.append(Launch(step, rank, queries, keys, (head, head + 1)))
+    `proof.verify` takes it."""
     method: Method = "ring" if shard.rings else "all_gather"
-    return Plan(method, shard.layout, size, size, size, tuple(sends), tuple(launches))
-
-
-def _steps_of(shard: Shard, group: int) -> Iterator[tuple[int, int, Chunks, Chunks, Chunks]]:
-    """Yield what a group receives and computes with: the step, the sender, the chunks sent, the queries and the keys of
-    a launch."""
-    owned = shard.sequence.owned
-    if shard.rings:
-        for step, row in enumerate(shard.steps):
-            source, queries = row[group]
-            keys = shard.seen(source, group) if step else owned[group]
-            yield step, source, keys, queries, keys
-        return
-    for source in range(len(owned)):
-        yield 0, source, shard.seen(source, group), (), ()
-    yield 0, group, (), owned[group], shard.needs[group]
+    return expanded(method, shard.layout, shard.heads, shard.needs, shard.steps, shard.heads, shard.heads)
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:

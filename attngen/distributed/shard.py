@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attngen.distributed.agreement import agree, digest
-from attngen.distributed.collectives import Chunks, Route, Run, gather, route, runs
-from attngen.distributed.layout import Layout, without_heads
+from attngen.distributed.collectives import Route, Run, gather, route, runs
+from attngen.distributed.layout import Chunks, Layout, without_heads
+from attngen.distributed.transfers import Steps
 
 METHODS = ("all_gather", "ring", "ulysses", "ulysses+all_gather", "ulysses+ring")
-Steps = Sequence[Sequence[tuple[int, Sequence[int]]]]
 
 
 class Shard:

@@ -12,24 +12,25 @@ groups divide the sequence. `ulysses` is 1 for the first two methods and the num
 Chunks travel from the rank that holds them straight to the rank that needs them, so chunks that nobody sees do not
 move. In a step of a ring each rank sends to one rank and receives from one.
 
-The cost model predicts these plans; a call transfers what its `Shard` says.
+Chunks that ranks need, and the steps of a ring, are those of a call's `Shard`, whose plan is proved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
 
-from attngen.distributed.layout import Layout, without_heads
+from attngen.distributed.layout import Chunks, Layout, without_heads
 from attngen.distributed.visible import Visible
 from attngen.errors import AttngenError, suggest
 
 Method = Literal["all_gather", "ring", "ulysses", "ulysses_ring"]
 METHODS: tuple[Method, ...] = get_args(Method)
+Steps = Sequence[Sequence[tuple[int, Chunks]]]
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,6 @@ class Plan:
         """The layout over groups: the chunks that the ranks of a group hold together."""
         return without_heads(self.layout, self.ulysses)
 
-    def source(self, rank: int, step: int) -> int:
-        """Return the rank from which a rank receives in a step of a ring."""
-        return (rank - step * self.ulysses) % self.layout.ranks
-
-    def is_active(self, rank: int, step: int) -> bool:
-        """True if a rank has something to compute in a step."""
-        return (rank, step) in self._active
-
-    @cached_property
-    def _active(self) -> frozenset[tuple[int, int]]:
-        return frozenset((launch.rank, launch.step) for launch in self.launches)
-
 
 def divided(layout: Layout, ulysses: int) -> Layout:
     """Return a layout over ranks from one over groups: each rank of a group has neighbouring chunks of the group's."""
@@ -117,17 +106,67 @@ def plan(
             f"{visible.seq_len} in chunks of {visible.chunk}; expected the same"
         )
     groups = without_heads(layout, ulysses)
-    steps = list(_gather(visible, groups) if method == "all_gather" else _ring(visible, groups))
-    share = q_heads // ulysses
-    sends, launches = [], []
-    for step, group, source, chunks, keys in steps:
-        for u in range(ulysses):
-            rank = group * ulysses + u
-            if source is not None and chunks:
-                sends.append(Send(step, source * ulysses + u, rank, chunks))
-            if keys:
-                launches.append(Launch(step, rank, groups.owned[group], keys, (u * share, (u + 1) * share)))
+    needs = tuple(map(visible.needed, groups.owned))
+    steps = ring_steps(visible, groups) if method.endswith("ring") else ()
+    return expanded(method, layout, ulysses, needs, steps, q_heads, kv_heads)
+
+
+def expanded(
+    method: Method,
+    layout: Layout,
+    ulysses: int,
+    needs: Sequence[Chunks],
+    steps: Steps,
+    q_heads: int,
+    kv_heads: int,
+) -> Plan:
+    """Return the transfers and launches of all ranks.
+
+    needs: for each group the chunks of keys that its queries see. steps: with a ring, for each step and group the group
+        whose keys it computes with, and the chunks of its queries that see any of them; none with other methods.
+    """
+    owned, share = without_heads(layout, ulysses).owned, q_heads // ulysses
+    sends, launches = list[Send](), list[Launch]()
+    for group in range(len(owned)):
+        for step, source, chunks, queries, keys in _steps_of(owned, group, needs, steps):
+            for u in range(ulysses):
+                rank = group * ulysses + u
+                if source != group and chunks:
+                    sends.append(Send(step, source * ulysses + u, rank, chunks))
+                if queries and keys:
+                    launches.append(Launch(step, rank, queries, keys, (u * share, (u + 1) * share)))
     return Plan(method, layout, q_heads, kv_heads, ulysses, tuple(sends), tuple(launches))
+
+
+def _steps_of(
+    owned: Sequence[Chunks], group: int, needs: Sequence[Chunks], steps: Steps
+) -> Iterator[tuple[int, int, Chunks, Chunks, Chunks]]:
+    """Yield what a group receives and computes with: the step, the sender, the chunks sent, the queries and the keys of
+    a launch."""
+    needed = set(needs[group])
+    seen = [tuple(chunk for chunk in chunks if chunk in needed) for chunks in owned]
+    for step, row in enumerate(steps):
+        source, queries = row[group]
+        keys = seen[source] if step else owned[group]
+        yield step, source, keys, queries, keys
+    if not steps:
+        for source, chunks in enumerate(seen):
+            yield 0, source, chunks, (), ()
+        yield 0, group, (), owned[group], needs[group]
+
+
+def ring_steps(visible: Visible, groups: Layout) -> Steps:
+    """Return the steps of a ring, as in `expanded`: in each, every group has the keys of the one so many places before
+    it. Steps in which none sees any key are left out, except the first."""
+    found = []
+    for step in range(groups.ranks):
+        sources = [(group - step) % groups.ranks for group in range(groups.ranks)]
+        row = tuple(
+            (of, visible.seeing(own, groups.owned[of]) if step else own) for own, of in zip(groups.owned, sources)
+        )
+        if step == 0 or any(queries for _, queries in row):
+            found.append(row)
+    return tuple(found)
 
 
 def check_method(method: str, ranks: int, q_heads: int, kv_heads: int, ulysses: int | None = None) -> int:
@@ -146,31 +185,6 @@ def check_method(method: str, ranks: int, q_heads: int, kv_heads: int, ulysses: 
     return size
 
 
-Step = tuple[int, int, int | None, tuple[int, ...], tuple[int, ...]]  # step, group, source, chunks sent, keys
-
-
-def _gather(visible: Visible, groups: Layout) -> Iterator[Step]:
-    """Yield one send for each source, and a launch with all that was needed."""
-    for group, own in enumerate(groups.owned):
-        needed = np.array(visible.needed(own), int)
-        owner = np.array(groups.owner, int)[needed]
-        for source in sorted({*owner.tolist()} - {group}):
-            yield 0, group, source, tuple(needed[owner == source].tolist()), ()
-        if len(needed):
-            yield 0, group, None, (), tuple(needed.tolist())
-
-
-def _ring(visible: Visible, groups: Layout) -> Iterator[Step]:
-    """Yield one step for each distance between a group and a source of which it needs something."""
-    needs = needed_by_rank(visible, groups)
-    for step in range(groups.ranks):
-        for group in range(groups.ranks):
-            source = (group - step) % groups.ranks
-            chunks = tuple(c for c in groups.owned[source] if needs[group, c])
-            if chunks:
-                yield step, group, source if step else None, chunks if step else (), chunks
-
-
 def needed_by_rank(visible: Visible, layout: Layout) -> np.ndarray:
     """Return which chunks of keys the queries of each rank may see: bool [ranks, chunks]."""
     return np.stack([visible.needs[list(own)].any(0) for own in layout.owned])
@@ -183,43 +197,3 @@ def rows_between(visible: Visible, layout: Layout) -> np.ndarray:
     held = np.zeros((layout.chunks, layout.ranks))
     held[np.arange(layout.chunks), list(layout.owner)] = 1
     return np.rint(rows @ held).astype(np.int64)
-
-
-def sent_rows(made: Plan) -> np.ndarray:
-    """Return the rows of keys and values that rank s sends to rank r in all steps: int64 [s, r]."""
-    found = np.zeros((made.layout.ranks,) * 2, np.int64)
-    for send in made.sends:
-        found[send.sender, send.receiver] += sum(len(made.layout.rows_of(chunk)) for chunk in send.chunks)
-    return found
-
-
-def elements(made: Plan, d_qk: int, d_v: int, batch: int = 1, backward: bool = False) -> dict[str, np.ndarray]:
-    """Return the elements that rank s sends to rank r in a call, by tensor: int64 [s, r].
-
-    backward: those of the backward. Steps send keys and values again, and their gradients the other way; the exchange
-        of heads brings dO in, and dQ, dK and dV out.
-    """
-    size, ranks = made.ulysses, made.layout.ranks
-    q_heads, kv_heads = batch * made.q_heads // size, batch * made.kv_heads // size
-    steps = sent_rows(made)
-    held = np.array([made.layout.rows(rank) for rank in range(ranks)], np.int64)
-    group = np.arange(ranks) // size
-    others = (group[:, None] == group[None]) & ~np.eye(ranks, dtype=bool)
-    into, out = others * held[:, None], others * held[None]  # a rank sends its rows of others' heads, and back
-    k, v = kv_heads * d_qk, kv_heads * d_v
-    if backward:
-        return {
-            "k": steps * k,
-            "v": steps * v,
-            "dk": steps.T * k + out * k,
-            "dv": steps.T * v + out * v,
-            "dout": into * q_heads * d_v,
-            "dq": out * q_heads * d_qk,
-        }
-    return {
-        "q": into * q_heads * d_qk,
-        "k": steps * k + into * k,
-        "v": steps * v + into * v,
-        "out": out * q_heads * d_v,
-        "lse": out * q_heads,
-    }
