@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attngen.distributed.layout import Layout
-from attngen.distributed.local import Stats
+from attngen.distributed.local import Backward, Stats
 
 Mask = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], torch.Tensor]
 
@@ -58,24 +58,11 @@ class Eager:
         p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0)[..., None])
         return (p[..., : k.shape[2]] @ v).to(dtype), {"lse": lse.float()}
 
-    def backward(
-        self,
-        grad_out: Any,
-        grad_lse: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        stats: Any,
-        q_chunks: Any,
-        kv_chunks: Any,
-        inputs: Any,
-        wanted: Any,
-    ) -> Any:
+    def backward(self, of: Backward, q_chunks: Any, kv_chunks: Any, inputs: Any, wanted: Any) -> Any:
         self.launches += 1
-        dtype, group = q.dtype, q.shape[1] // k.shape[1]
-        q, k, v = self._wide(q, k, v)
-        grad_out, out, lse = grad_out.to(q.dtype), out.to(q.dtype), stats["lse"].to(q.dtype)[..., None]
+        dtype, group, grad_lse = of.q.dtype, of.q.shape[1] // of.k.shape[1], of.grad_lse
+        q, k, v = self._wide(of.q, of.k, of.v)
+        grad_out, out, lse = of.grad_out.to(q.dtype), of.out.to(q.dtype), of.stats["lse"].to(q.dtype)[..., None]
         s, distance = self.scores(q, k, q_chunks, kv_chunks, inputs)
         lse = lse.masked_fill(lse == -torch.inf, 0)
         p = torch.exp(s - lse)

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attngen
 from attngen.distributed import module_kernel, plan
+from attngen.distributed.local import Backward
 from attngen.distributed.merge import merge_parts
 from attngen.distributed.planned import transfers_of
 from attngen.distributed.proof import PlanError, verify
@@ -230,12 +231,12 @@ def test_queries_without_keys_are_those_whose_keys_are_hidden(name: str) -> None
     for chunks, keys in (((), 0), ((0,), CHUNK)):
         kv = (k[:, :, :keys], v[:, :, :keys])
         out, stats = kernel.forward(q, *kv, (2,), chunks, inputs)
-        backward = kernel.backward(grad_out, grad_lse, q, *kv, out, stats, (2,), chunks, inputs, of.learned)
+        backward = kernel.backward(Backward(grad_out, grad_lse, q, *kv, out, stats), (2,), chunks, inputs, of.learned)
         found.append([out, *stats.values(), backward[0], *backward[3].values()])
     for x, y in zip(*found):
         torch.testing.assert_close(x, y)
     dq, dk, dv, learned = kernel.backward(
-        grad_out[:, :, :0], None, q[:, :, :0], k, v, grad_out[:, :, :0], {}, (), (0, 1, 2, 3), inputs, ()
+        Backward(grad_out[:, :, :0], None, q[:, :, :0], k, v, grad_out[:, :, :0], {}), (), (0, 1, 2, 3), inputs, ()
     )
     assert dq.shape[2] == 0 and dk.shape == k.shape and not dk.any() and not dv.any() and learned == {}
 
@@ -273,7 +274,8 @@ def test_a_call_in_bf16() -> None:
     out, stats = kernel.forward(q, k, v, chunks, chunks, inputs)
     whole, lse = of.plain.attention(q, k, v, return_lse=True)
     assert out.dtype == torch.bfloat16 and torch.equal(out, whole) and torch.equal(stats["lse"], lse)
-    assert kernel.backward(grad_out, None, q, k, v, out, stats, chunks, chunks, inputs, ())[0].isfinite().all()
+    saved = Backward(grad_out, None, q, k, v, out, stats)
+    assert kernel.backward(saved, chunks, chunks, inputs, ())[0].isfinite().all()
 
 
 def test_sums_of_fp32_merge_to_the_whole_and_empty_rows_stay_empty() -> None:
@@ -301,4 +303,4 @@ def test_a_module_without_a_backward_says_so() -> None:
     kernel = module_kernel(attngen.build(data))
     x = torch.zeros(1, HEADS, CHUNK, 32, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="has no backward; expected a spec without `backward: false`"):
-        kernel.backward(x, None, x, x, x, x, {}, (0,), (0,), {"q_len": CHUNK, "kv_len": CHUNK}, ())
+        kernel.backward(Backward(x, None, x, x, x, x, {}), (0,), (0,), {"q_len": CHUNK, "kv_len": CHUNK}, ())

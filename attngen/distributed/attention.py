@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as Sharded
 from attngen.distributed import methods
 from attngen.distributed.agreement import digest
 from attngen.distributed.collectives import sum_over_ranks
-from attngen.distributed.local import LocalKernel
+from attngen.distributed.local import Backward, LocalKernel
 from attngen.distributed.merge import SUMS, can_merge
 from attngen.distributed.shard import Shard
 
@@ -111,19 +111,8 @@ class _Attention(torch.autograd.Function):
             grad_lse = out.new_zeros(rows, dtype=torch.float32)
         grad_out, *grad_rows = methods.to_heads(shard, grad_out, *([grad_lse] if grad_lse is not None else []))
         wanted = [name for name, needs in zip(call.names, ctx.needs_input_grad[4:]) if needs and name in kernel.learned]
-        dq, dk, dv, found = methods.backward(
-            kernel,
-            shard,
-            grad_out,
-            grad_rows[0] if grad_rows else None,
-            q,
-            k,
-            v,
-            out,
-            stats,
-            call.inputs(tensors),
-            wanted,
-        )
+        of = Backward(grad_out, grad_rows[0] if grad_rows else None, q, k, v, out, stats)
+        dq, dk, dv, found = methods.backward(kernel, shard, of, call.inputs(tensors), wanted)
         dq, dk, dv = methods.from_heads(shard, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
         of_inputs = (
             _of_input(call, name, x, found[name]) if name in wanted else None for name, x in zip(call.names, tensors)

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 Stats = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The tensors that a backward starts from, of some chunks of queries and of keys.
+
+    grad_out: [B, Hq, queries, Dv]. grad_lse: fp32 [B, Hq, queries], None if it is zero. q: [B, Hq, queries, D]. k, v:
+    [B, Hkv, keys, D or Dv]. out: [B, Hq, queries, Dv], and stats: fp32 [B, Hq, queries] each, those of the rows'
+    softmax over all keys of the sequence.
+    """
+
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor | None
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    stats: Stats
+
+    def of_queries(self, take: Callable[[torch.Tensor], torch.Tensor]) -> Backward:
+        """Return the same of some queries, which `take` takes of a tensor [B, Hq, queries, ...]."""
+        return Backward(
+            take(self.grad_out),
+            None if self.grad_lse is None else take(self.grad_lse),
+            take(self.q),
+            self.k,
+            self.v,
+            take(self.out),
+            {name: take(x) for name, x in self.stats.items()},
+        )
 
 
 class LocalKernel(Protocol):
@@ -55,19 +86,13 @@ class LocalKernel(Protocol):
         be none. inputs: the other arguments of a call by name, tensors and numbers.
 
         "lse" is the natural logarithm. A row that sees no key of kv_chunks has output 0 and an LSE of -inf, or of its
-        sink.
+        sink. The results have memory of their own, to which the caller may write.
         """
         ...
 
     def backward(
         self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stats: Stats,
+        of: Backward,
         q_chunks: tuple[int, ...],
         kv_chunks: tuple[int, ...],
         inputs: Mapping[str, Any],
@@ -75,9 +100,9 @@ class LocalKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the gradients of q, k and v, and those of the learned inputs in `wanted` by name, of these chunks.
 
-        out and stats are those of the rows' softmax over all keys of the sequence, from which probabilities
-        exp(score - lse) and delta = rowsum(out * grad_out) - grad_lse follow. grad_lse is None if it is zero.
-        Gradients of q, k and v have their dtype or fp32; those of inputs have any floating-point dtype. A sink's is
-        -exp(sink - lse) * delta, summed over rows, so it is counted once if only one part of the keys has the sink.
+        Probabilities are exp(score - lse), and delta = rowsum(out * grad_out) - grad_lse. Gradients of q, k and v have
+        their dtype or fp32, and memory of their own, to which the caller may write; those of inputs have any
+        floating-point dtype. A sink's is -exp(sink - lse) * delta, summed over rows, so it is counted once if only one
+        part of the keys has the sink.
         """
         ...

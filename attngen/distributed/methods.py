@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from attngen.distributed.collectives import (
     heads_to_rows,
     rows_to_heads,
 )
-from attngen.distributed.local import LocalKernel, Stats
+from attngen.distributed.local import Backward, LocalKernel, Stats
 from attngen.distributed.merge import merge_parts
 from attngen.distributed.shard import Shard
 
@@ -95,26 +97,14 @@ def forward(
     return kernel.forward(q, k, v, shard.sequence.owned[shard.at], shard.needs[shard.at], inputs)
 
 
-def backward(
-    kernel: LocalKernel,
-    shard: Shard,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    stats: Stats,
-    inputs: Inputs,
-    wanted: Collection[str],
-) -> Gradients:
+def backward(kernel: LocalKernel, shard: Shard, of: Backward, inputs: Inputs, wanted: Collection[str]) -> Gradients:
     """Return the gradients of this rank's q, k and v, and this rank's part of those of the learned inputs in
     `wanted`."""
     if shard.rings:
-        return _ring_backward(kernel, shard, grad_out, grad_lse, q, k, v, out, stats, inputs, wanted)
+        return _ring_backward(kernel, shard, of, inputs, wanted)
+    k, v = _gathered(shard, of.k, of.v)
     chunks = shard.sequence.owned[shard.at], shard.needs[shard.at]
-    k, v = _gathered(shard, k, v)
-    dq, dk, dv, gradients = kernel.backward(grad_out, grad_lse, q, k, v, out, stats, *chunks, inputs, wanted)
+    dq, dk, dv, gradients = kernel.backward(replace(of, k=k, v=v), *chunks, inputs, wanted)
     if shard.sequence_group is not None:
         dk, dv = rows_third(*add_parts(_as_sent([dk, dv], k, v), shard.from_needs, shard.sequence_group))
     return dq, dk, dv, gradients
@@ -150,14 +140,15 @@ def _taken(x: torch.Tensor, rows: tuple[Run, ...]) -> torch.Tensor:
 
 
 class _Accumulated:
-    """A tensor [B, H, rows, ...] to some rows of which later steps add, in fp32. The other rows are not touched."""
+    """Some rows of a tensor [B, H, rows, ...], as sums in fp32 to which later steps add. The tensor's other rows are
+    not touched. The tensor has to be the caller's own: `result` writes to it."""
 
     def __init__(self, x: torch.Tensor, rows: tuple[Run, ...]) -> None:
         self._x, self._rows = x, rows
         self.sums = _taken(x, rows).to(torch.float32, copy=True) if rows else x.new_empty((0,))
 
     def result(self) -> torch.Tensor:
-        """Write the sums back, and return the tensor."""
+        """Write the sums to the tensor, and return it."""
         for run in self._rows:
             self._x.narrow(2, run.source, run.rows).copy_(self.sums.narrow(2, run.target, run.rows))
         return self._x
@@ -191,22 +182,12 @@ def _ring_forward(
 
 
 def _ring_backward(
-    kernel: LocalKernel,
-    shard: Shard,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    stats: Stats,
-    inputs: Inputs,
-    wanted: Collection[str],
+    kernel: LocalKernel, shard: Shard, of: Backward, inputs: Inputs, wanted: Collection[str]
 ) -> Gradients:
     """The parts of dK and dV of a step go back to the rank of the keys under the kernels of the next step. It adds them
     in fp32, in the order of steps."""
-    own = [x.contiguous() for x in rows_first(k, v)]
-    dq = _Accumulated(q, ())  # step 0 makes it
+    own = [x.contiguous() for x in rows_first(of.k, of.v)]
+    dq = _Accumulated(of.q, ())  # step 0 makes it
     sums: list[torch.Tensor] = []
     gradients: dict[str, torch.Tensor] = {}
     held, returning = own, None
@@ -217,12 +198,8 @@ def _ring_backward(
             given = inputs if step == 0 else _without_sinks(kernel, inputs)
             needed = [name for name in wanted if step == 0 or name not in kernel.sinks]
             k, v = rows_third(*held)
-            of_rows = [_taken(x, rows) for x in (grad_out, q, out, *stats.values())] if step else []
-            grad_rows = grad_lse if grad_lse is None or step == 0 else _taken(grad_lse, rows)
-            grad, queried, result, *row_stats = of_rows or [grad_out, q, out, *stats.values()]
-            part, *found, of_inputs = kernel.backward(
-                grad, grad_rows, queried, k, v, result, dict(zip(stats, row_stats)), queries, keys, given, needed
-            )
+            of_step = of.of_queries(partial(_taken, rows=rows)) if step else of
+            part, *found, of_inputs = kernel.backward(replace(of_step, k=k, v=v), queries, keys, given, needed)
             if step == 0:
                 dq = _Accumulated(part, shard.merged_rows)
             for run in merged if step else ():

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from attngen.distributed.inputs import ir_of
-from attngen.distributed.local import Stats
-from attngen.distributed.operands import STARTS, Chunks, Inputs, Operands
+from attngen.distributed.layout import Chunks
+from attngen.distributed.local import Backward, Stats
+from attngen.distributed.operands import STARTS, Inputs, Operands
 from attngen.ir.expr import symbol_names
 
 OF_WHOLE = ("q_len", "kv_len")
@@ -135,18 +136,7 @@ class ModuleKernel:
         return out.to(self.module.SIGNATURE.results or q.dtype), {name: rows[names.index(name)] for name in self.rows}
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stats: Stats,
-        q_chunks: Chunks,
-        kv_chunks: Chunks,
-        inputs: Inputs,
-        wanted: Collection[str],
+        self, of: Backward, q_chunks: Chunks, kv_chunks: Chunks, inputs: Inputs, wanted: Collection[str]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """See LocalKernel."""
         signature = self.module.SIGNATURE
@@ -155,12 +145,12 @@ class ModuleKernel:
                 f"attention: the module {self.ir.name} has no backward; expected a spec without `backward: false`"
             )
         if not q_chunks or not kv_chunks:
-            return self._no_gradients(grad_out, grad_lse, q, k, v, out, stats, inputs, wanted)
-        operands = self.operands.of(q, k, v, q_chunks, kv_chunks, inputs)
-        grad_rows = [grad_lse if name == "lse" else None for name in signature.smooth]
-        kept = [stats[name] if name in stats else torch.zeros_like(stats["lse"]) for name in self.kept]
+            return self._no_gradients(of, inputs, wanted)
+        operands = self.operands.of(of.q, of.k, of.v, q_chunks, kv_chunks, inputs)
+        grad_rows = [of.grad_lse if name == "lse" else None for name in signature.smooth]
+        kept = [of.stats[name] if name in of.stats else torch.zeros_like(of.stats["lse"]) for name in self.kept]
         needs = (True, True, bool(wanted)) if signature.learned else (True, True)
-        args = self._multiplied(grad_out, *grad_rows, q, k, v, out, *kept, *operands, *needs)
+        args = self._multiplied(of.grad_out, *grad_rows, of.q, of.k, of.v, of.out, *kept, *operands, *needs)
         dq, dk, dv, *gradients = self.module.BACKWARD(*args)
         by_name = {self.operands.names[at]: x for at, x in zip(signature.learned, gradients)}
         return dq, dk, dv, {name: by_name[name].sum_to_size(inputs[name].shape) for name in wanted}
@@ -186,22 +176,13 @@ class ModuleKernel:
         return out, {name: stats[name] for name in self.rows}
 
     def _no_gradients(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        stats: Stats,
-        inputs: Inputs,
-        wanted: Collection[str],
+        self, of: Backward, inputs: Inputs, wanted: Collection[str]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the gradients of queries without keys, or of keys without queries: only a sink has any."""
         gradients = {name: torch.zeros_like(inputs[name], dtype=torch.float32) for name in wanted}
         for name in {*self.sinks} & {*wanted}:
-            delta = (out.float() * grad_out.float()).sum(3)
-            delta = delta if grad_lse is None else delta - grad_lse
-            share = torch.exp(inputs[name].float()[:, None] - stats["lse"]).nan_to_num()  # of -inf in -inf: 0
+            delta = (of.out.float() * of.grad_out.float()).sum(3)
+            delta = delta if of.grad_lse is None else delta - of.grad_lse
+            share = torch.exp(inputs[name].float()[:, None] - of.stats["lse"]).nan_to_num()  # of -inf in -inf: 0
             gradients[name] -= (share * delta).sum((0, 2))
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), gradients
+        return torch.zeros_like(of.q), torch.zeros_like(of.k), torch.zeros_like(of.v), gradients
