@@ -219,11 +219,12 @@ def add_parts(parts: Sequence[torch.Tensor], way: Route, group: Any) -> list[tor
     """Return the sums of the parts that ranks have of this rank's rows, in their dtype. Rows of several parts are added
     in fp32, in the order of ranks.
 
-    If this rank has a part of each of its rows, one after another, the sums are made in its memory: rows of which no
-    other rank has a part are then not touched.
+    If this rank has a part of each of its rows, one after another, and these are at least half of its parts, the sums
+    are views of the parts: rows of which no other rank has a part are then not touched. Otherwise they are copies, and
+    the parts, which may be many times as large, need not be kept.
     """
     (run,) = way.copies if len(way.copies) == 1 else (Run(0, 0, 0),)
-    if run.rows == way.rows:
+    if run.rows == way.rows and 2 * run.rows >= parts[0].shape[0]:
         results = [x[run.source : run.source + run.rows] for x in parts]
     else:
         results = [x.new_empty((way.rows, *x.shape[1:])) for x in parts]
