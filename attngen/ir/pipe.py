@@ -158,7 +158,7 @@ class ReadTileStart(Op):
 
     pipeline: the pipeline of metadata to which load_tile_start copies it.
     tile: the tile.
-    when: as in load_tile_start.
+    when: as in load_tile_start; the op does nothing in tiles for which nothing was copied.
     """
 
     pipeline: str = field(metadata=OPERAND)

@@ -157,7 +157,8 @@ def bodies_of(op: Op) -> tuple[str, ...]:
 
 
 def masked_full_tiles(ops: Iterable[Op]) -> tuple[Expr, ...]:
-    """Return the full tiles that a pipelined loop among these ops may mask: @first masks the loop's first tile, which
-    is the first one of a range of full tiles if no tile comes before it."""
+    """Return the numbers of the full tiles that a pipelined loop among these ops may mask. @first masks the first tile
+    that an instance does not skip. An instance skips partial tiles alone, so if that tile is full, it begins a range of
+    full tiles."""
     loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first)
     return tuple(first for loop in loops for first, _ in loop.full)

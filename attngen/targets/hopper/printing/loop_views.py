@@ -188,6 +188,7 @@ class LoopContext(SoftmaxContext):
         start = [self._read_tile(op) if op.tile_indices else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
         start += self._tile_position(op.var, f"{op.var}_tile", words)
         text["start"] = start if words & self._where(op) else []
+        text["first"] = text["first"] if text["start"] else []
         if op.listed and text["start"]:
             # The tile's number comes with the tile, or from device memory: it is read right before its first use.
             early = 0 if op.tile_indices else 1

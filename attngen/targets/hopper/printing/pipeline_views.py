@@ -204,13 +204,14 @@ class PipelineContext(ShapeContext):
         row = {"start": start, "left": "1", "into": self._short(op.pipeline)}
         full = () if applies(op.when, cls) else masked_full_tiles(self.kernel.ops())
         is_first = [f"{axis}_tile == {self.scalar(first)}" for first in full]
-        guard = " | ".join(f"({text})" for text in is_first) if len(is_first) > 1 else "".join(is_first)
-        text = {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, "guard": guard}
+        only_if = " | ".join(f"({text})" for text in is_first) if len(is_first) > 1 else "".join(is_first)
+        text = {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, "only_if": only_if}
         return {**text, **self._stage(tiles)}
 
     def _read_tile_start(self, op: ReadTileStart, cls: str) -> dict[str, Any]:
         """The line that reads the position of a tile. `_define_position` adds those that need its value: where a loop
-        computes with it only in some tiles, the others do not wait for it."""
+        computes with it only in some tiles, the others do not wait for it. With `when` partial, full tiles read a
+        number of another tile, and use it nowhere."""
         wait = self.kernel.op(op.tile)
         assert isinstance(wait, ConsumerWait)
         stage = self._stage(wait.pipeline)["index"]
