@@ -14,17 +14,18 @@ import numpy as np
 import torch
 
 from attngen.builders import build_module
+from attngen.conformance.derive import function
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
 from attngen.interp.warp_groups import WarpSpecializedLaunch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.lang.chunks import chunk_positions
 from attngen.runtime.blocks import blocks_of_call
 from attngen.spec import Spec, make_spec
 from tests.helpers import stages_of, use_fused
 from tests.transforms.equality import Call, Results, must_be_equal, naive, with_many_queries
 
+chunk_positions = function("chunk_positions")
 TABLES = ("q_starts", "kv_starts", "q_start_rank", "kv_start_rank")
 
 PACKED = {"document": {"packed": True, "causal": True}}
@@ -111,7 +112,7 @@ def rows_of(chunks: Iterable[int], chunk: int, length: int) -> np.ndarray:
     return np.array([row for c in chunks for row in range(c * chunk, min((c + 1) * chunk, length))], np.int64)
 
 
-def dealt(chance: Random, count: int, ranks: int) -> list[list[int]]:
+def assigned(chance: Random, count: int, ranks: int) -> list[list[int]]:
     """A random assignment of `count` chunks to ranks; some may have none."""
     owner = [chance.randrange(ranks) for _ in range(count)]
     return [[c for c in range(count) if owner[c] == rank] for rank in range(ranks)]
@@ -161,10 +162,10 @@ def whole_results(of: Sequence, chance: Random, ranks: int, split_keys: bool) ->
     """
     module, sizes, chunk = of.module, of.call.sizes, of.module.chunk
     count = [math.ceil(n / chunk) for n in (sizes.n_q, sizes.n_kv)]
-    shares = dealt(chance, count[1], ranks) if split_keys else [[*range(count[1])]]
+    shares = assigned(chance, count[1], ranks) if split_keys else [[*range(count[1])]]
     once = {f"d_{x.input}" for x in module.input_gradients if x.reduction == "delta"}  # it follows from out and LSE
     found: Results = {"dk": np.zeros(of.given["k"].shape), "dv": np.zeros(of.given["v"].shape)}
-    for queries in filter(None, dealt(chance, count[0], ranks)):
+    for queries in filter(None, assigned(chance, count[0], ranks)):
         rows = rows_of(queries, chunk, sizes.n_q)
         parts = [of.part(queries, keys) for keys in shares]
         if split_keys:
