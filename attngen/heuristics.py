@@ -118,9 +118,9 @@ WIDE = 128  # width from which an accumulator's loop has no registers to spare (
 
 # ---------------------------------------------------------------- predictions of context parallelism
 
-# Share of the peak that kernels reach in long sequences, without what is counted apart (edges of tiles, last programs):
-# measured on one H200, causal, 32 query heads on 8, head_dim 128, 256k tokens: 633 TFLOP/s in the forward, 547 in
-# forward and backward together, of 989.
+# Share of the peak that kernels reach in long sequences, without the edges of tiles and the last programs, which the
+# model counts: measured on one H200, causal, 32 query heads on 8, head_dim 128, 256k tokens: 633 TFLOP/s in the
+# forward, 547 in forward and backward together, of 989.
 REACHED_FORWARD, REACHED_BACKWARD = 0.64, 0.525
 # Share of a link's bytes/s that transfers reach. NVLink: measured on two H200, 246 GB/s in an all-gather, 273 GB/s in
 # sends both ways, of 450. Between nodes: assumed, not measured.

@@ -280,8 +280,8 @@ def wrong_calls(ranks: int) -> None:
         return attention(kernel or Eager(layout, mask), *local, plan=shard, **{**learned, **more})
 
     last = rank == ranks - 1
-    turned = shard_of(layouts(ranks)["in turns" if rank % 2 else "contiguous"], world, "ring", mask)
-    said = [refused("ranks 0 and 1 have different plans", turned.check_equal)]
+    other = shard_of(layouts(ranks)["in turns" if rank % 2 else "contiguous"], world, "ring", mask)
+    said = [refused("ranks 0 and 1 have different plans", other.check_equal)]
     method = "ring" if last else "all_gather"
     said.append(
         refused(f"ranks 0 and {ranks - 1} have different plans", lambda: call(shard_of(layout, world, method, mask)))

@@ -1,7 +1,7 @@
 """Ranks whose calls have chunks of a sequence compute naive attention together: by the IR's executor, in float64.
 
-Chunks are dealt to ranks at random. A rank has some chunks of the queries, and either all keys or some chunks of them
-too, as in ring attention. Kernels are the portable ones and, in random orders of their warp groups, the
+Chunks are assigned to ranks at random. A rank has some chunks of the queries, and either all keys or some chunks of
+them too, as in ring attention. Kernels are the portable ones and, in random orders of their warp groups, the
 warp-specialized ones.
 """
 

@@ -19,7 +19,7 @@ import torch
 from attngen.builders import build_module
 from attngen.ir.dtypes import ELEMENTS
 from attngen.spec import Spec, make_spec
-from tests.chunks import CASES, call_of, dealt, merged, rows_of, spec_of
+from tests.chunks import CASES, assigned, call_of, merged, rows_of, spec_of
 from tests.helpers import SPECS, cached_module, spec
 from tests.transforms.equality import Call, Results, naive
 
@@ -43,7 +43,7 @@ def surrounded(x: torch.Tensor, heads_inside: bool) -> torch.Tensor:
 
 
 class Ranks:
-    """Calls of a generated module for one problem, whose rows are dealt to ranks in chunks."""
+    """Calls of a generated module for one problem, whose rows are assigned to ranks in chunks."""
 
     def __init__(self, module: ModuleType, of: Spec, call: Call, dtype: torch.dtype, device: str) -> None:
         self.module, self.spec, self.call, self.dtype, self.device = module, of, call, dtype, device
@@ -90,9 +90,9 @@ class Ranks:
         def put(name: str, rows: np.ndarray, x: np.ndarray) -> None:
             found.setdefault(name, np.zeros((*x.shape[:2], sizes.n_q, *x.shape[3:])))[:, :, rows] = x
 
-        shares = [keys for keys in dealt(chance, n_kv, ranks) if keys]
+        shares = [keys for keys in assigned(chance, n_kv, ranks) if keys]
         merges = not any(part.sink() is not None for part in self.spec.score)
-        for queries in filter(None, dealt(chance, n_q, ranks)):
+        for queries in filter(None, assigned(chance, n_q, ranks)):
             rows = rows_of(queries, chunk, sizes.n_q)
             part = self.part(chance, queries, [*range(n_kv)], self.spec.trains)
             for name, x in part.items():

@@ -41,7 +41,7 @@ def model_of(name: str, how: str = "attngen") -> Any:
 
 def batch_of(kind: str = "") -> dict[str, torch.Tensor]:
     """Whole sequences: one, or by `kind` "two", "padded" ones, or "packed" documents; with "starts" they are given, as
-    gpt-oss in one process does not keep documents apart by position ids."""
+    in one process, documents of gpt-oss see each other, whatever their position ids."""
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, WORDS, (2 if kind in ("two", "padded") else 1, ROWS), generator=g)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.2, -100)
