@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from attngen.distributed.mesh import groups_of
 
 BUCKET = 1 << 25  # elements that are sent at once
 
@@ -26,7 +27,7 @@ def sum_gradients(model: torch.nn.Module, mesh: Any) -> None:
             of `attention(sum_gradients=False)`. A parameter with a gradient on some ranks gets one on all.
         mesh: the process group or DeviceMesh of attention's plans.
     """
-    groups = mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [mesh]
+    groups = groups_of(mesh)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         return

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from attngen.devices import LINKS
 from attngen.distributed.attention import attention as over_ranks
@@ -16,6 +14,7 @@ from attngen.distributed.balance import Balance
 from attngen.distributed.balance import balance as balanced
 from attngen.distributed.inputs import is_starts
 from attngen.distributed.layout import Layout, without_heads
+from attngen.distributed.mesh import sizes_of
 from attngen.distributed.model import Cluster, Heads, predict
 from attngen.distributed.module_kernel import ModuleKernel, module_kernel
 from attngen.distributed.proof import verify
@@ -82,7 +81,7 @@ def plan(
     visible = count(kernel.ir, _rows(seq_len, ends), kernel.chunk, given, ends, *counted)  # type: ignore[arg-type]
     if method == "auto":
         divides = _divides(kernel, given, mesh) and q_heads is not None
-        method = _fastest(visible, _ranks(mesh), _sizes(kernel, heads, batch), divides)
+        method = _fastest(visible, sizes_of(mesh), _sizes(kernel, heads, batch), divides)
     cuts = {i.name: torch.tensor(ends, dtype=torch.int32) for i in kernel.ir.inputs if ends and is_starts(i)}
     shard = _shard(visible, mesh, method, layout or balance, cuts)
     if prove:
@@ -150,7 +149,7 @@ def _rows(seq_len: int | None, ends: list[int] | None) -> int:
 
 def layout_of(visible: Visible, mesh: Any, method: str, balance: Balance = "auto") -> Layout:
     """Return which rank of a mesh holds which rows of a sequence, as `plan` decides it."""
-    ranks = _ranks(mesh)
+    ranks = sizes_of(mesh)
     of_heads = ranks[-1] if method.startswith("ulysses") else 1
     return divided(balanced(visible, math.prod(ranks) // of_heads, balance).layout, of_heads)
 
@@ -159,7 +158,7 @@ def _shard(
     visible: Visible, mesh: Any, method: str, rows: Balance | Layout, inputs: Mapping[str, torch.Tensor]
 ) -> Shard:
     """Return the plan of a method for the visible scores of a sequence. rows: those of the ranks, or how to choose."""
-    of_heads = _ranks(mesh)[-1] if method.startswith("ulysses") else 1
+    of_heads = sizes_of(mesh)[-1] if method.startswith("ulysses") else 1
     layout = rows if isinstance(rows, Layout) else layout_of(visible, mesh, method, rows)
     if (layout.seq_len, layout.chunk) != (visible.seq_len, visible.chunk):
         raise AttngenError(
@@ -176,11 +175,6 @@ def transfers_of(shard: Shard) -> Plan:
     `proof.verify` takes it."""
     method: Method = "ring" if shard.rings else "all_gather"
     return expanded(method, shard.layout, shard.heads, shard.needs, shard.steps, shard.heads, shard.heads)
-
-
-def _ranks(mesh: Any) -> tuple[int, ...]:
-    """Return the numbers of ranks of a mesh's dimensions."""
-    return tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else (dist.get_world_size(mesh),)
 
 
 def _heads(
@@ -215,7 +209,7 @@ def _divides(kernel: ModuleKernel, inputs: Mapping[str, Any], mesh: Any) -> bool
     """Return whether ranks may compute a part of the heads. Raise AttngenError if the mesh is made for that and they
     cannot."""
     undivided = kernel.needs_all_heads(inputs)
-    if undivided and len(_ranks(mesh)) == 2:
+    if undivided and len(sizes_of(mesh)) == 2:
         raise AttngenError(
             f"plan: {undivided}, and the mesh has a second dimension, in which heads are divided; expected a mesh of "
             "one dimension"

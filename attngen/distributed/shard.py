@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attngen.distributed.agreement import agree, digest
 from attngen.distributed.collectives import Route, Run, gather, route, runs
 from attngen.distributed.layout import Chunks, Layout, without_heads
+from attngen.distributed.mesh import groups_of, rank_in, sizes_of
 from attngen.distributed.transfers import Steps
 
 METHODS = ("all_gather", "ring", "ulysses", "ulysses+all_gather", "ulysses+ring")
@@ -54,22 +56,20 @@ class Shard:
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"shard: method is {method!r}; expected one of {', '.join(METHODS)}")
-        of_mesh = isinstance(mesh, DeviceMesh)
         self.layout, self.mesh, self.method = layout, mesh, method
-        self.groups: list[Any] = mesh.get_all_groups() if of_mesh else [mesh]
+        self.groups = groups_of(mesh)
         dims = 2 if "+" in method else 1
         if len(self.groups) != dims:
             raise ValueError(
                 f"shard: the mesh has {len(self.groups)} dimensions; expected {dims} with method {method!r}"
             )
-        sizes = [dist.get_world_size(group) for group in self.groups]
-        ranks = [dist.get_rank(group) for group in self.groups]
-        self.rank = ranks[0] * sizes[1] + ranks[1] if dims == 2 else ranks[0]
-        if layout.ranks != sizes[0] * (sizes[1] if dims == 2 else 1):
+        self.rank, sizes = rank_in(mesh), list(sizes_of(mesh))
+        if layout.ranks != math.prod(sizes):
             raise ValueError(
                 f"shard: the layout is for {layout.ranks} ranks and the mesh has {sizes}; expected as many"
             )
-        kind = mesh.device_type if of_mesh else "cuda" if dist.get_backend(mesh) == "nccl" else "cpu"
+        of_backend = {"nccl": "cuda"}
+        kind = mesh.device_type if isinstance(mesh, DeviceMesh) else of_backend.get(dist.get_backend(mesh), "cpu")
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         # Ulysses exchanges rows for heads within `heads_group`; then ranks of `sequence_group` hold `sequence`.
         self.heads = sizes[-1] if method.startswith("ulysses") else 1

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attngen.distributed.agreement import digest
+from attngen.distributed.mesh import groups_of, rank_in
 from attngen.distributed.planned import layout_of
 from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError
@@ -244,7 +245,7 @@ def _check_equal(ranks: OverRanks, batch: Mapping[str, torch.Tensor]) -> None:
     if ranks.compared:
         return
     own = int.from_bytes(digest(*((name, x.tolist()) for name, x in sorted(batch.items())))[:7], "big")
-    groups = ranks.mesh.get_all_groups() if isinstance(ranks.mesh, DeviceMesh) else [ranks.mesh]
+    groups = groups_of(ranks.mesh)
     bounds = torch.tensor([own, -own], device=next(iter(batch.values())).device)
     for group in groups:
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
@@ -290,12 +291,5 @@ def _labels(labels: torch.Tensor, data_parallel: Any) -> torch.Tensor:
 
 def _rows_of_rank(ranks: OverRanks, plan: BatchPlan) -> list[int]:
     """Return the rows of this rank in the whole sequence, in its order."""
-    mesh, layout = ranks.mesh, plan.layout
-    rank = dist.get_rank(mesh) if not isinstance(mesh, DeviceMesh) else _rank_in(mesh)
-    return [row for chunk in layout.owned[rank] for row in layout.rows_of(chunk)]
-
-
-def _rank_in(mesh: DeviceMesh) -> int:
-    """Return the number of this rank in the mesh, in row-major order."""
-    first, *rest = (mesh.get_local_rank(d) for d in range(mesh.ndim))
-    return first if not rest else int(first * mesh.size(1) + rest[0])
+    own = plan.layout.owned[rank_in(ranks.mesh)]
+    return [row for chunk in own for row in plan.layout.rows_of(chunk)]
