@@ -21,7 +21,6 @@ from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
-    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
@@ -34,6 +33,7 @@ from attngen.ir.pipe import (
     TmaStore,
     TmaStoreWait,
     WriteTileIndex,
+    WriteTileStart,
     ZeroOutOfBounds,
 )
 from attngen.ir.pipe_control import (
@@ -179,7 +179,7 @@ class PipelineOps(Launch):
         vectors = {
             o.pipeline: self.metadata(o, values)
             for o in self.kernel.ops()
-            if isinstance(o, (LoadTileStart, ProducerLoad, WriteTileIndex))
+            if isinstance(o, (WriteTileStart, ProducerLoad, WriteTileIndex))
             and o.pipeline in values[op.pipeline][0].vectors
         }
         yield from self._start(
@@ -257,13 +257,17 @@ class PipelineOps(Launch):
         of: list[Buffers] = values[pipeline]
         return of[values["instance"] if len(of) > 1 else 0]
 
-    def metadata(self, op: LoadTileStart | ProducerLoad | WriteTileIndex, values: Values) -> Any:
+    def metadata(self, op: WriteTileStart | ProducerLoad | WriteTileIndex, values: Values) -> Any:
         """What an op writes to a pipeline of metadata for the tile at which a loop is."""
         if isinstance(op, ProducerLoad):
             return self.read(op, values)
         if isinstance(op, WriteTileIndex):
             return self.tile_index(values)
-        full = (self.expression(first, values) for first in masked_full_tiles(self.kernel.ops()))
+        full = (
+            self.expression(tile.number, values)
+            for tile in masked_full_tiles(self.kernel.ops())
+            if not any(self.expression(end - first, values) for first, end in tile.before)
+        )
         needed = applies(op.when, values["cls"]) or self.tile_index(values) in full
         return values[f"{self.kernel.loop_axis}_start"] if needed else POISON
 
@@ -322,10 +326,10 @@ class PipelineOps(Launch):
         values[op.name] = (tile if self.kernel.type_of(op.value).dims == op.type.dims else tile.T).copy()
         yield from ()
 
-    def _write_tile_index(self, op: LoadTileStart | WriteTileIndex, values: Values) -> Any:
+    def _write_tile_index(self, op: WriteTileStart | WriteTileIndex, values: Values) -> Any:
         yield from ()  # the load of the tile comes next
 
-    _load_tile_start = _write_tile_index
+    _write_tile_start = _write_tile_index
 
     def _zero_out_of_bounds(self, op: ZeroOutOfBounds, values: Values) -> Any:
         if values["cls"] == "partial":

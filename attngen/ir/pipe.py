@@ -116,9 +116,10 @@ class WriteTileIndex(Op):
 
 
 @dataclass(frozen=True)
-class LoadTileStart(Op):
-    """Copy where the loop's tile lies in the whole sequence, if calls have chunks of it, to a pipeline of metadata: one
-    number of the call's starts, by cp.async, as producer_load copies row vectors. The load of the tile comes next.
+class WriteTileStart(Op):
+    """Write to a pipeline of metadata where the loop's tile lies in the whole sequence, of which calls have chunks: one
+    number of the call's starts. The producer loads it before it waits for the stage to be free, and writes it after.
+    The load of the tile comes next.
 
     when: `partial`, it is needed only for partial tiles, and for a full tile that @first of a pipelined loop masks (see
         masked_full_tiles); `always`, for all tiles.
@@ -156,9 +157,9 @@ class ReadTileStart(Op):
     """Read where a tile lies in the whole sequence, after the tile's consumer_wait and before its release. The block's
     ops after it compute with this position of the loop's tile (`kv_start` and `kv_idx`, or `q_start` and `q_idx`).
 
-    pipeline: the pipeline of metadata to which load_tile_start copies it.
+    pipeline: the pipeline of metadata to which write_tile_start writes it.
     tile: the tile.
-    when: as in load_tile_start; the op does nothing in tiles for which nothing was copied.
+    when: as in write_tile_start; the op does nothing in tiles for which nothing was written.
     """
 
     pipeline: str = field(metadata=OPERAND)
@@ -433,7 +434,7 @@ PIPE_OPS: dict[str, type[Op]] = {
     "pipeline": Pipeline,
     "producer_load": ProducerLoad,
     "write_tile_index": WriteTileIndex,
-    "load_tile_start": LoadTileStart,
+    "write_tile_start": WriteTileStart,
     "consumer_wait": ConsumerWait,
     "read_metadata": ReadMetadata,
     "read_tile_start": ReadTileStart,

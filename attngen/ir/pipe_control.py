@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from attngen.ir.core import OPERAND, Access, Op, Uses
 from attngen.ir.expr import Expr
@@ -156,9 +157,16 @@ def bodies_of(op: Op) -> tuple[str, ...]:
     return op.bodies if isinstance(op, PipelinedLoop) else (op.body,) if isinstance(op, (Loop, WorkLoop)) else ()
 
 
-def masked_full_tiles(ops: Iterable[Op]) -> tuple[Expr, ...]:
-    """Return the numbers of the full tiles that a pipelined loop among these ops may mask. @first masks the first tile
-    that an instance does not skip. An instance skips partial tiles alone, so if that tile is full, it begins a range of
-    full tiles."""
+class MaskedFullTile(NamedTuple):
+    """A full tile that @first of a pipelined loop masks, if the program visits none of the tiles of `before`."""
+
+    number: Expr
+    before: Ranges
+
+
+def masked_full_tiles(ops: Iterable[Op]) -> tuple[MaskedFullTile, ...]:
+    """Return the full tiles that a pipelined loop among these ops may mask. @first masks the first tile that an
+    instance does not skip. If that tile is full, it begins a range of full tiles, and the instance skipped all partial
+    tiles, or there are none."""
     loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first)
-    return tuple(first for loop in loops for first, _ in loop.full)
+    return tuple(MaskedFullTile(first, () if loop.skip else loop.partial) for loop in loops for first, _ in loop.full)

@@ -15,7 +15,6 @@ from attngen.ir.pipe import (
     TILE_DIM,
     ConsumerRelease,
     ConsumerWait,
-    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
@@ -27,6 +26,7 @@ from attngen.ir.pipe import (
     TmaStore,
     TmaStoreWait,
     WriteTileIndex,
+    WriteTileStart,
     ZeroOutOfBounds,
     needs_position,
 )
@@ -156,14 +156,14 @@ def _write_tile_index_errors(kernel: Kernel, op: WriteTileIndex) -> Iterator[str
         yield from _load_order_errors(kernel, op, pipeline)
 
 
-def _load_tile_start_errors(kernel: Kernel, op: LoadTileStart) -> Iterator[str]:
+def _write_tile_start_errors(kernel: Kernel, op: WriteTileStart) -> Iterator[str]:
     pipeline = kernel.op(op.pipeline)
     if not kernel.places:
-        yield "copies where a tile lies in the whole sequence, of which a call has all rows"
+        yield "writes where a tile lies in the whole sequence, of which a call has all rows"
     if op.when not in ("always", "partial"):
         yield f"is for `{op.when}` tiles; expected always or partial"
     if not isinstance(pipeline, Pipeline) or not pipeline.metadata_of or pipeline.type.dims:
-        yield f"copies to %{op.pipeline}; expected a pipeline of metadata with one number for each tile"
+        yield f"writes to %{op.pipeline}; expected a pipeline of metadata with one number for each tile"
         return
     yield from _load_order_errors(kernel, op, pipeline)
 
@@ -171,19 +171,19 @@ def _load_tile_start_errors(kernel: Kernel, op: LoadTileStart) -> Iterator[str]:
 def _read_tile_start_errors(kernel: Kernel, op: ReadTileStart) -> Iterator[str]:
     """The position of a tile is read while the tile is in its stage, and before the block's first op that needs it."""
     tile = kernel.op(op.tile)
-    loaded = {o.pipeline: o.when for o in kernel.ops() if isinstance(o, LoadTileStart)}
+    written = {o.pipeline: o.when for o in kernel.ops() if isinstance(o, WriteTileStart)}
     pipeline = kernel.op(op.pipeline)
     if (
-        op.pipeline not in loaded
+        op.pipeline not in written
         or not isinstance(pipeline, Pipeline)
         or not isinstance(tile, ConsumerWait)
         or pipeline.metadata_of != tile.pipeline
     ):
-        yield f"reads %{op.pipeline} for %{op.tile}; expected a pipeline to which the starts of these tiles are copied"
+        yield f"reads %{op.pipeline} for %{op.tile}; expected a pipeline to which the starts of these tiles are written"
         return
     yield from _metadata_read_errors(kernel, op)
-    if loaded[op.pipeline] != op.when:
-        yield f"reads %{op.pipeline} {op.when}; expected {loaded[op.pipeline]}, as load_tile_start copies it"
+    if written[op.pipeline] != op.when:
+        yield f"reads %{op.pipeline} {op.when}; expected {written[op.pipeline]}, as write_tile_start writes it"
     ops = list(kernel.block_of(op).ops)
     needing = [o for o in ops if needs_position(o, kernel.loop_axis)]
     if needing and ops.index(needing[0]) < ops.index(op):
@@ -201,7 +201,7 @@ def _metadata_read_errors(kernel: Kernel, op: ReadMetadata | ReadTileStart) -> I
 
 
 def _load_order_errors(
-    kernel: Kernel, op: LoadTileStart | ProducerLoad | WriteTileIndex, pipeline: Pipeline
+    kernel: Kernel, op: WriteTileStart | ProducerLoad | WriteTileIndex, pipeline: Pipeline
 ) -> Iterator[str]:
     """The metadata of a tile is written right before the load of the tile."""
     ops = list(kernel.block_of(op).ops)
@@ -209,7 +209,7 @@ def _load_order_errors(
     metadata = [o.name for o in kernel.ops() if isinstance(o, Pipeline) and o.metadata_of == tiles]
     start = at - metadata.index(pipeline.name) if pipeline.name in metadata else at - len(metadata)
     writes = ops[max(0, start) :][: len(metadata) + 1]
-    names = [o.pipeline if isinstance(o, (LoadTileStart, ProducerLoad, WriteTileIndex)) else "" for o in writes]
+    names = [o.pipeline if isinstance(o, (WriteTileStart, ProducerLoad, WriteTileIndex)) else "" for o in writes]
     if names != [*metadata, tiles]:
         yield (
             f"is not among the loads of %{tiles} and of its metadata; expected these one after another, that of "
@@ -336,7 +336,7 @@ PIPELINE_ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     ConsumerWait: _consumer_wait_errors,
     ReadMetadata: _read_metadata_errors,
     WriteTileIndex: _write_tile_index_errors,
-    LoadTileStart: _load_tile_start_errors,
+    WriteTileStart: _write_tile_start_errors,
     ReadTileStart: _read_tile_start_errors,
     PipelinedLoop: _tile_indices_errors,
     LocalLoad: _local_load_errors,

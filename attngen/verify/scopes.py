@@ -13,7 +13,6 @@ from attngen.ir.module import Module
 from attngen.ir.ops import Arg, OrderedAdd, Store, Yield
 from attngen.ir.pipe import (
     ConsumerRelease,
-    LoadTileStart,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
@@ -21,6 +20,7 @@ from attngen.ir.pipe import (
     TmaStore,
     TmaStoreWait,
     WriteTileIndex,
+    WriteTileStart,
     ZeroOutOfBounds,
 )
 from attngen.ir.pipe_control import (
@@ -82,7 +82,7 @@ def _is_defined(kernel: Kernel, around: dict[str, Op], ref: str, place: dict[str
 
 _EFFECTS = (
     ConsumerRelease,
-    LoadTileStart,
+    WriteTileStart,
     ProducerLoad,
     ProducerStore,
     ProducerTail,

@@ -15,29 +15,29 @@ from tests.hopper.texts import texts_of
 WINDOW = texts_of("window of chunks", "fwd")
 REFUSED = {
     "no start": (
-        "    load_tile_start %KV_START_pipeline when(partial)\n",
+        "    write_tile_start %KV_START_pipeline when(partial)\n",
         "",
-        "expected a pipeline to which the starts of these tiles are copied",
+        "expected a pipeline to which the starts of these tiles are written",
     ),
     "a start after its tile": (
-        "    load_tile_start %KV_START_pipeline when(partial)\n    producer_load %K_pipeline %K[b, h, kv, d_qk]\n",
-        "    producer_load %K_pipeline %K[b, h, kv, d_qk]\n    load_tile_start %KV_START_pipeline when(partial)\n",
+        "    write_tile_start %KV_START_pipeline when(partial)\n    producer_load %K_pipeline %K[b, h, kv, d_qk]\n",
+        "    producer_load %K_pipeline %K[b, h, kv, d_qk]\n    write_tile_start %KV_START_pipeline when(partial)\n",
         "is not among the loads of %K_pipeline and of its metadata",
     ),
     "a start in the stages of tiles": (
-        "    load_tile_start %KV_START_pipeline when(partial)\n",
-        "    load_tile_start %KV_START_pipeline when(partial)\n    load_tile_start %K_pipeline\n",
+        "    write_tile_start %KV_START_pipeline when(partial)\n",
+        "    write_tile_start %KV_START_pipeline when(partial)\n    write_tile_start %K_pipeline\n",
         "expected a pipeline of metadata with one number for each tile",
     ),
     "the start of another tile": (
         "read_tile_start %KV_START_pipeline tile(%k)",
         "read_tile_start %KV_START_pipeline tile(%q)",
-        "expected a pipeline to which the starts of these tiles are copied",
+        "expected a pipeline to which the starts of these tiles are written",
     ),
     "a start in full tiles": (
         "tile(%k) when(partial)",
         "tile(%k)",
-        "reads %KV_START_pipeline always; expected partial, as load_tile_start copies it",
+        "reads %KV_START_pipeline always; expected partial, as write_tile_start writes it",
     ),
     "a mask of full tiles": (
         "    %masked_1 = mask %s where(kv_idx >= ",

@@ -1,13 +1,13 @@
 """stage-tile-starts: pass the positions of tiles to consumers along with the tiles, if calls have chunks of a sequence.
 
 Without it, each consumer looks up where a masked tile lies, and the products of the tile wait for the lookup. The
-producer runs ahead, and no thread of it waits for the number that it copies.
+producer runs ahead: it loads the number before it waits for the tile's stage to be free.
 
 before:  block @copy                                   after:  block @entry
            producer_load %K_pipeline %K[b, h, kv, d_qk]          %KV_START_pipeline = pipeline stages(num_stages)
                                                                    metadata_of(%K_pipeline) : i32[] @sram
                                                                block @copy
-                                                                 load_tile_start %KV_START_pipeline when(partial)
+                                                                 write_tile_start %KV_START_pipeline when(partial)
                                                                  producer_load %K_pipeline %K[b, h, kv, d_qk]
          block @step                                           block @step
            %k = consumer_wait %K_pipeline                        %k = consumer_wait %K_pipeline
@@ -15,12 +15,13 @@ before:  block @copy                                   after:  block @entry
            %masked = mask %s where(kv_idx <= q_idx)              ...
                                                                  %masked = mask %s where(kv_idx <= q_idx)
 
-`when(partial)` says that only masks of partial tiles need positions. The producer then copies none for full tiles, but
-for the first one, which @first of a pipelined loop masks if it comes first.
+`when(partial)` says that only masks of partial tiles need positions. The producer then writes none for full tiles, but
+for one that @first of a pipelined loop masks, because it comes first.
 
 A block that does not wait for the tile that an iteration loads first, such as that of the dQ reduction warps, looks
 positions up, as before. So do kernels that visit listed tiles or load numbers for a tile's rows before they wait for
-the tile, and those whose tiles start inside a unit of the tables (see `unit_of`): the copy would have to add the rest.
+the tile, and those whose tiles start inside a unit of the tables (see `unit_of`): the producer would have to add the
+rest.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Mask
-from attngen.ir.pipe import ConsumerWait, LoadTileStart, Pipeline, ProducerLoad, ReadTileStart, needs_position
+from attngen.ir.pipe import ConsumerWait, Pipeline, ProducerLoad, ReadTileStart, WriteTileStart, needs_position
 from attngen.ir.pipe_control import PipelinedLoop
 from attngen.transforms.base import Pass
 
@@ -67,8 +68,9 @@ def _looks_up(module: Module, kernel: Kernel) -> bool:
 def _staged(kernel: Kernel) -> Kernel:
     copy = kernel.block("copy")
     loads = [op.pipeline for op in copy.ops if isinstance(op, ProducerLoad)]
-    pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and op.name in loads and not op.metadata_of]
-    tiles = min(pipelines, key=lambda pipeline: loads.index(pipeline.name))
+    pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline)]
+    loaded = [op for op in pipelines if op.name in loads and not op.metadata_of]
+    tiles = min(loaded, key=lambda pipeline: loads.index(pipeline.name))
     waits = {
         block.name: wait
         for block in kernel.blocks
@@ -86,15 +88,19 @@ def _staged(kernel: Kernel) -> Kernel:
     start = Pipeline(
         f"{kernel.loop_axis.upper()}_START_pipeline", Type("i32", (), "sram"), tiles.stages, metadata_of=tiles.name
     )
+    metadata = [op.name for op in pipelines if op.metadata_of == tiles.name]
+    first = [*metadata, tiles.name][0]  # what is loaded first into a stage of these tiles
 
     def changed(block: Block) -> Iterator[Op]:
         for op in block.ops:
-            if block is copy and isinstance(op, ProducerLoad) and op.pipeline == tiles.name:
-                yield LoadTileStart("_load_start", start.name, when)
+            if isinstance(op, Pipeline) and op.name in metadata[:1]:
+                yield start
+            if block is copy and isinstance(op, ProducerLoad) and op.pipeline == first:
+                yield WriteTileStart("_write_start", start.name, when)
             yield op
             if op is waits.get(block.name):
                 yield ReadTileStart(f"_read_start_of_{op.name}", start.name, op.name, when)
-        if block.name == "entry":
+        if block.name == "entry" and not metadata:
             yield start
 
     return replace(kernel, blocks=tuple(replace(block, ops=tuple(changed(block))) for block in kernel.blocks))

@@ -9,15 +9,14 @@ from attngen.ir.ops import CountTiles, OrderedAdd, Reduce
 from attngen.ir.pipe import (
     HALF_DIM,
     PARTIALS,
-    LoadTileStart,
     PartialReduce,
     PinBeforeWait,
     ReadMetadata,
-    ReadTileStart,
     Rematerialize,
     ScaledIota,
     SplitHalves,
     WriteTileIndex,
+    WriteTileStart,
     ZeroOutOfBounds,
 )
 from attngen.ir.pipe_control import PipelinedLoop
@@ -67,9 +66,9 @@ def context(module: Module) -> dict[str, Any]:
         ],
         "partial_sums": any(partial),
         "row_sums": not all(partial),
-        "writes_indices": WriteTileIndex in kinds or ReadTileStart in kinds,
+        "writes_indices": bool(kinds & {WriteTileIndex, WriteTileStart}),
         "scaled_iotas": ScaledIota in kinds,
-        "loads_row_vectors": (ReadMetadata in kinds and not latents) or LoadTileStart in kinds,
+        "loads_row_vectors": ReadMetadata in kinds and not latents,
         "splits_softmax": SplitHalves in kinds,
         "adds": bool(adds),
         "launches_dependents": any(kernel.launches_dependents for kernel in module.warp_specialized),

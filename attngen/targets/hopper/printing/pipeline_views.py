@@ -13,7 +13,6 @@ from attngen.ir.ops import Arg, OrderedAdd
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
-    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
@@ -26,8 +25,9 @@ from attngen.ir.pipe import (
     TmaStore,
     Wgmma,
     WriteTileIndex,
+    WriteTileStart,
 )
-from attngen.ir.pipe_control import PipelinedLoop, masked_full_tiles
+from attngen.ir.pipe_control import MaskedFullTile, PipelinedLoop, masked_full_tiles
 from attngen.targets.hopper.configs.barriers import (
     instances_of,
     is_consumed_in_loop,
@@ -177,11 +177,11 @@ class PipelineContext(ShapeContext):
 
     def _metadata_of(self, tiles: str, cls: str) -> list[str]:
         """The pipelines of metadata that a loop of class `cls` fills for each of these tiles."""
-        idle = {op.pipeline for op in self.kernel.ops() if isinstance(op, LoadTileStart) and self._idle(op, cls)}
+        idle = {op.pipeline for op in self.kernel.ops() if isinstance(op, WriteTileStart) and self._idle(op, cls)}
         return [name for name, pipeline in self.pipelines.items() if pipeline.metadata_of == tiles and name not in idle]
 
     def _idle(self, op: Op, cls: str) -> bool:
-        if isinstance(op, LoadTileStart):
+        if isinstance(op, WriteTileStart):
             return not applies(op.when, cls) and not masked_full_tiles(self.kernel.ops())
         return super()._idle(op, cls)
 
@@ -197,16 +197,23 @@ class PipelineContext(ShapeContext):
         row = {"start": f"{start} + {at}", "left": f"{left} - {at}", "into": self._short(op.pipeline)}
         return {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, **self._stage(tiles)}
 
-    def _load_tile_start(self, op: LoadTileStart, cls: str) -> dict[str, Any]:
+    def _write_tile_start(self, op: WriteTileStart, cls: str) -> dict[str, Any]:
         tiles, axis = str(self.pipelines[op.pipeline].metadata_of), self.loop
-        first = self._metadata_of(tiles, cls)[0]
         start = f"{STARTS[axis][0]} + {axis}_tile * ({AXIS_DIM[axis]} // UNIT)"
-        row = {"start": start, "left": "1", "into": self._short(op.pipeline)}
         full = () if applies(op.when, cls) else masked_full_tiles(self.kernel.ops())
-        is_first = [f"{axis}_tile == {self.scalar(first)}" for first in full]
-        only_if = " | ".join(f"({text})" for text in is_first) if len(is_first) > 1 else "".join(is_first)
-        text = {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, "only_if": only_if}
+        text = {
+            "pipeline": self._short(tiles),
+            "row": {"start": start, "into": self._short(op.pipeline)},
+            "waits": self._metadata_of(tiles, cls)[0] == op.pipeline,
+            "only_if": " | ".join(f"({text})" if len(full) > 1 else text for text in map(self._is_masked, full)),
+        }
         return {**text, **self._stage(tiles)}
+
+    def _is_masked(self, tile: MaskedFullTile) -> str:
+        """The condition under which the loop's tile is this one, and @first masks it."""
+        conditions = [f"{self.loop}_tile == {self.scalar(tile.number)}"]
+        conditions += [f"{self._number(tile.before)} == 0"] if tile.before else []
+        return " & ".join(f"({text})" if tile.before else text for text in conditions)
 
     def _read_tile_start(self, op: ReadTileStart, cls: str) -> dict[str, Any]:
         """The line that reads the position of a tile. `_define_position` adds those that need its value: where a loop
