@@ -21,6 +21,7 @@ from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
+    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
@@ -264,12 +265,13 @@ class PipelineOps(Launch):
         if isinstance(op, WriteTileIndex):
             return self.tile_index(values)
         full = (
-            self.expression(tile.number, values)
-            for tile in masked_full_tiles(self.kernel.ops())
-            if not any(self.expression(end - first, values) for first, end in tile.before)
+            self.expression(number, values)
+            for tiles in masked_full_tiles(self.kernel.ops())
+            if not any(self.expression(end - first, values) for first, end in tiles.before)
+            for number in tiles.numbers
         )
         needed = applies(op.when, values["cls"]) or self.tile_index(values) in full
-        return values[f"{self.kernel.loop_axis}_start"] if needed else POISON
+        return values[op.value] if needed else POISON
 
     def tile_index(self, values: Values) -> Any:
         """The number of the tile at which a loop is."""
@@ -324,6 +326,10 @@ class PipelineOps(Launch):
     def _local_load(self, op: LocalLoad, values: Values) -> Any:
         tile = values[op.value]
         values[op.name] = (tile if self.kernel.type_of(op.value).dims == op.type.dims else tile.T).copy()
+        yield from ()
+
+    def _load_tile_start(self, op: LoadTileStart, values: Values) -> Any:
+        values[op.name] = values[f"{self.kernel.loop_axis}_start"]
         yield from ()
 
     def _write_tile_index(self, op: WriteTileStart | WriteTileIndex, values: Values) -> Any:

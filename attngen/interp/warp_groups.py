@@ -35,6 +35,7 @@ from attngen.ir.pipe import (
 )
 from attngen.ir.pipe_control import (
     PipelinedLoop,
+    PrefetchTile,
     ReloadTile,
     SchedulerBarrier,
     SemaphoreAcquire,
@@ -211,13 +212,19 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
                 tile = dict(values)
                 for axis, at in values["places"][number].items():
                     tile |= self.position(axis, at, tile)
+                tile["prefetched"] = []
                 yield from self.block(op.of, tile, "entry")
                 yield from self.block(op.body, tile | self.share(values["instance"], values["parts"], tile), "entry")
             if not op.fetches:
                 self._release(buffers, stage)
             if number < 0:
                 return
-            number = next(values["counter"], -1) if op.fetches else number
+            if op.fetches:
+                number = tile["prefetched"].pop() if tile["prefetched"] else next(values["counter"], -1)
+
+    def _prefetch_tile(self, op: PrefetchTile, values: Values) -> Any:
+        values["prefetched"].append(next(values["counter"], -1))
+        yield False
 
     def _reload_tile(self, op: ReloadTile, values: Values) -> Any:
         yield False

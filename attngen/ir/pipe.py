@@ -35,6 +35,7 @@ from attngen.ir.expr import Expr
 from attngen.ir.ops import KIND, OPS, DropoutMask
 from attngen.ir.pipe_control import (
     PipelinedLoop,
+    PrefetchTile,
     ReloadTile,
     SchedulerBarrier,
     SemaphoreAcquire,
@@ -116,16 +117,23 @@ class WriteTileIndex(Op):
 
 
 @dataclass(frozen=True)
+class LoadTileStart(Op):
+    """Load where the loop's tile lies in the whole sequence, of which calls have chunks: one number of the call's
+    starts. A load of the tile comes later, so the producer has the number before the tile's stage is free."""
+
+    type: Type
+
+
+@dataclass(frozen=True)
 class WriteTileStart(Op):
-    """Write to a pipeline of metadata where the loop's tile lies in the whole sequence, of which calls have chunks: one
-    number of the call's starts. The producer loads it before it waits for the stage to be free, and writes it after.
-    The load of the tile comes next.
+    """Write the number that load_tile_start loaded to a pipeline of metadata. The load of the tile comes next.
 
     when: `partial`, it is needed only for partial tiles, and for a full tile that @first of a pipelined loop masks (see
-        masked_full_tiles); `always`, for all tiles.
+        masked_full_tiles); `always`, for all tiles. For other tiles neither op does anything.
     """
 
     pipeline: str = field(metadata=OPERAND)
+    value: str = field(metadata=OPERAND)
     when: str = "always"
 
 
@@ -434,6 +442,7 @@ PIPE_OPS: dict[str, type[Op]] = {
     "pipeline": Pipeline,
     "producer_load": ProducerLoad,
     "write_tile_index": WriteTileIndex,
+    "load_tile_start": LoadTileStart,
     "write_tile_start": WriteTileStart,
     "consumer_wait": ConsumerWait,
     "read_metadata": ReadMetadata,
@@ -464,6 +473,7 @@ PIPE_OPS: dict[str, type[Op]] = {
     "tma_store_wait": TmaStoreWait,
     "work_loop": WorkLoop,
     "reload_tile": ReloadTile,
+    "prefetch_tile": PrefetchTile,
     "pipelined_loop": PipelinedLoop,
 }
 PIPE_KIND = {cls: kind for kind, cls in PIPE_OPS.items()}

@@ -84,6 +84,17 @@ class ReloadTile(Op):
 
 
 @dataclass(frozen=True)
+class PrefetchTile(Op):
+    """In the body of the work_loop that fetches: get the next work tile here and compute its scalars (the block `of`),
+    not after the body. Loads that follow are of the work tile that the body runs for.
+
+    pipeline: that of the work_loop.
+    """
+
+    pipeline: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
 class PipelinedLoop(Op):
     """A software-pipelined loop over tiles: `first` (the prologue) runs for the first tile, `step` (the steady state)
     for each later one, and `last` (the epilogue) once at the end. Masks and checks in `step` apply by the class of its
@@ -157,16 +168,18 @@ def bodies_of(op: Op) -> tuple[str, ...]:
     return op.bodies if isinstance(op, PipelinedLoop) else (op.body,) if isinstance(op, (Loop, WorkLoop)) else ()
 
 
-class MaskedFullTile(NamedTuple):
-    """A full tile that @first of a pipelined loop masks, if the program visits none of the tiles of `before`."""
+class MaskedFullTiles(NamedTuple):
+    """Numbers of full tiles that @first of a pipelined loop may mask, if the program visits no tile of `before`."""
 
-    number: Expr
+    numbers: tuple[Expr, ...]
     before: Ranges
 
 
-def masked_full_tiles(ops: Iterable[Op]) -> tuple[MaskedFullTile, ...]:
-    """Return the full tiles that a pipelined loop among these ops may mask. @first masks the first tile that an
-    instance does not skip. If that tile is full, it begins a range of full tiles, and the instance skipped all partial
-    tiles, or there are none."""
-    loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first)
-    return tuple(MaskedFullTile(first, () if loop.skip else loop.partial) for loop in loops for first, _ in loop.full)
+def masked_full_tiles(ops: Iterable[Op]) -> tuple[MaskedFullTiles, ...]:
+    """Return the full tiles that pipelined loops among these ops may mask. @first masks the first tile that an instance
+    does not skip. If that tile is full, it begins a range of full tiles, and the instance skipped all partial tiles, or
+    there are none."""
+    loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first and op.full)
+    return tuple(
+        MaskedFullTiles(tuple(first for first, _ in loop.full), () if loop.skip else loop.partial) for loop in loops
+    )

@@ -38,7 +38,7 @@ POSITIONAL = {
     "list_blocks": ("src",),
     "producer_load": ("pipeline", "src"),
     "write_tile_index": ("pipeline",),
-    "write_tile_start": ("pipeline",),
+    "write_tile_start": ("pipeline", "value"),
     "read_tile_start": ("pipeline",),
     "consumer_wait": ("pipeline",),
     "read_metadata": ("pipeline",),
@@ -70,6 +70,7 @@ POSITIONAL = {
     "tma_store_wait": ("staging",),
     "work_loop": ("pipeline",),
     "reload_tile": ("pipeline",),
+    "prefetch_tile": ("pipeline",),
     "pipelined_loop": ("var",),
 }
 
@@ -119,6 +120,7 @@ UNNAMED = (
     "write_tile_start",
     "read_tile_start",
     "reload_tile",
+    "prefetch_tile",
     "scheduler_barrier",
     "semaphore_acquire",
     "semaphore_release",

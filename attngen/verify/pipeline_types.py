@@ -15,6 +15,7 @@ from attngen.ir.pipe import (
     TILE_DIM,
     ConsumerRelease,
     ConsumerWait,
+    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
@@ -32,6 +33,7 @@ from attngen.ir.pipe import (
 )
 from attngen.ir.pipe_control import (
     PipelinedLoop,
+    PrefetchTile,
     ReloadTile,
     WorkLoop,
 )
@@ -112,6 +114,16 @@ def _reload_tile_errors(kernel: Kernel, op: ReloadTile) -> Iterator[str]:
         yield f"reads a work tile from %{op.pipeline} where this warp group has none"
 
 
+def _prefetch_tile_errors(kernel: Kernel, op: PrefetchTile) -> Iterator[str]:
+    loops = [other for other in kernel.ops() if isinstance(other, WorkLoop) and other.fetches]
+    if (op.pipeline, kernel.graph.nodes[op.name]["block"]) not in {(other.pipeline, other.body) for other in loops}:
+        yield f"fetches a work tile for %{op.pipeline}; expected this in the body of the work_loop that fetches"
+    if sum(isinstance(other, PrefetchTile) for other in kernel.ops()) > 1:
+        yield "is one of several that fetch the next work tile; expected one"
+    if kernel.adds_in_order or kernel.kv_split:
+        yield "fetches the next work tile before this one ends; programs of this kernel fetch a tile when they start it"
+
+
 def _producer_load_errors(kernel: Kernel, op: ProducerLoad) -> Iterator[str]:
     source, pipeline = kernel.op(op.src.tensor), kernel.op(op.pipeline)
     loaded = tuple(AXIS_DIM[axis] for axis in op.src.axes())
@@ -156,12 +168,19 @@ def _write_tile_index_errors(kernel: Kernel, op: WriteTileIndex) -> Iterator[str
         yield from _load_order_errors(kernel, op, pipeline)
 
 
+def _load_tile_start_errors(kernel: Kernel, op: LoadTileStart) -> Iterator[str]:
+    if not kernel.places:
+        yield "loads where a tile lies in the whole sequence, of which a call has all rows"
+    if op.type != Type("i32", (), "reg"):
+        yield "has another type than one integer"
+
+
 def _write_tile_start_errors(kernel: Kernel, op: WriteTileStart) -> Iterator[str]:
     pipeline = kernel.op(op.pipeline)
-    if not kernel.places:
-        yield "writes where a tile lies in the whole sequence, of which a call has all rows"
     if op.when not in ("always", "partial"):
         yield f"is for `{op.when}` tiles; expected always or partial"
+    if not isinstance(start := kernel.op(op.value), LoadTileStart) or start not in kernel.block_of(op).ops:
+        yield f"writes %{op.value}; expected a result of load_tile_start in this block"
     if not isinstance(pipeline, Pipeline) or not pipeline.metadata_of or pipeline.type.dims:
         yield f"writes to %{op.pipeline}; expected a pipeline of metadata with one number for each tile"
         return
@@ -336,6 +355,7 @@ PIPELINE_ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     ConsumerWait: _consumer_wait_errors,
     ReadMetadata: _read_metadata_errors,
     WriteTileIndex: _write_tile_index_errors,
+    LoadTileStart: _load_tile_start_errors,
     WriteTileStart: _write_tile_start_errors,
     ReadTileStart: _read_tile_start_errors,
     PipelinedLoop: _tile_indices_errors,
@@ -348,4 +368,5 @@ PIPELINE_ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     TmaStore: _tma_store_errors,
     WorkLoop: _work_loop_errors,
     ReloadTile: _reload_tile_errors,
+    PrefetchTile: _prefetch_tile_errors,
 }

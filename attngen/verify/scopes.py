@@ -25,6 +25,7 @@ from attngen.ir.pipe import (
 )
 from attngen.ir.pipe_control import (
     PipelinedLoop,
+    PrefetchTile,
     ReloadTile,
     SchedulerBarrier,
     SemaphoreAcquire,
@@ -82,7 +83,7 @@ def _is_defined(kernel: Kernel, around: dict[str, Op], ref: str, place: dict[str
 
 _EFFECTS = (
     ConsumerRelease,
-    WriteTileStart,
+    PrefetchTile,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
@@ -96,6 +97,7 @@ _EFFECTS = (
     TmaStoreWait,
     WorkLoop,
     WriteTileIndex,
+    WriteTileStart,
     Yield,
     ZeroOutOfBounds,
 )

@@ -13,20 +13,22 @@ from tests.hopper.common import edited_module
 from tests.hopper.texts import texts_of
 
 WINDOW = texts_of("window of chunks", "fwd")
+WRITE = "    write_tile_start %KV_START_pipeline %kv_tile_start when(partial)\n"
+TILE = "    producer_load %K_pipeline %K[b, h, kv, d_qk]\n"
 REFUSED = {
     "no start": (
-        "    write_tile_start %KV_START_pipeline when(partial)\n",
+        WRITE,
         "",
         "expected a pipeline to which the starts of these tiles are written",
     ),
     "a start after its tile": (
-        "    write_tile_start %KV_START_pipeline when(partial)\n    producer_load %K_pipeline %K[b, h, kv, d_qk]\n",
-        "    producer_load %K_pipeline %K[b, h, kv, d_qk]\n    write_tile_start %KV_START_pipeline when(partial)\n",
+        WRITE + TILE,
+        TILE + WRITE,
         "is not among the loads of %K_pipeline and of its metadata",
     ),
     "a start in the stages of tiles": (
-        "    write_tile_start %KV_START_pipeline when(partial)\n",
-        "    write_tile_start %KV_START_pipeline when(partial)\n    write_tile_start %K_pipeline\n",
+        WRITE,
+        WRITE + "    write_tile_start %K_pipeline %kv_tile_start\n",
         "expected a pipeline of metadata with one number for each tile",
     ),
     "the start of another tile": (

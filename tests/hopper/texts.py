@@ -91,7 +91,7 @@ ALL = (
     Texts("alibi_mha", "fwd", ("fwd",), ("hoist-bias",)),
     Texts("window_gqa", "fwd", ("fwd",), ("split-boundary-masks",)),
     Texts("biased", "bwd", ("fwd", "bwd"), ("stage-score-bias",)),
-    Texts("window of chunks", "fwd", ("fwd",), ("stage-tile-starts",)),
+    Texts("window of chunks", "fwd", ("fwd",), ("stage-tile-starts", "prefetch-work-tiles")),
     Texts("window of chunks", "bwd", ("fwd", "bwd"), ("stage-tile-starts",)),
 )
 

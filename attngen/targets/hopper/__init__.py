@@ -15,6 +15,7 @@ from attngen.targets.hopper.passes.legalize import LegalizeGluon
 from attngen.targets.hopper.passes.mask_out_of_bounds_queries import MaskOutOfBoundsQueries
 from attngen.targets.hopper.passes.persistent_scheduler import PersistentScheduler
 from attngen.targets.hopper.passes.ping_pong import PingPong
+from attngen.targets.hopper.passes.prefetch_work_tiles import PrefetchWorkTiles
 from attngen.targets.hopper.passes.reduce_dq import ReduceDQ
 from attngen.targets.hopper.passes.skip_masked_tiles import SkipMaskedTiles
 from attngen.targets.hopper.passes.software_pipeline_gradients import SoftwarePipelineGradients
@@ -57,6 +58,7 @@ HOPPER = Specializer(
         PingPong(),
         SplitDQReduction(),
         StageTileStarts(),
+        PrefetchWorkTiles(),
         LegalizeGluon(),
     ),
     rules={"fits": rules.fits},

@@ -24,7 +24,8 @@ here, and leaves some of these as they are, as its docstring says:
 19. ping-pong                   fwd, bwd, separate  barriers order the wgmmas of consumers (FlashAttention-3)
 20. split-dq-reduction          bwd                 two warps that add tiles of dQ alternate
 21. stage-tile-starts           fwd, bwd, separate  positions of tiles in the whole sequence come with the tiles
-22. legalize-gluon              all                 register layouts, pins at waits, TMA stores, pointers of heads
+22. prefetch-work-tiles         fwd                 the next work tile is fetched between the loops of loads
+23. legalize-gluon              all                 register layouts, pins at waits, TMA stores, pointers of heads
 
 fwd is the forward, mla MLA decode, jvp forward-mode differentiation, bwd the fused backward; dq, dk and dv are the
 separate kernels of gradients.

@@ -7,7 +7,9 @@ before:  block @copy                                   after:  block @entry
            producer_load %K_pipeline %K[b, h, kv, d_qk]          %KV_START_pipeline = pipeline stages(num_stages)
                                                                    metadata_of(%K_pipeline) : i32[] @sram
                                                                block @copy
-                                                                 write_tile_start %KV_START_pipeline when(partial)
+                                                                 %kv_tile_start = load_tile_start : i32[] @reg
+                                                                 write_tile_start %KV_START_pipeline %kv_tile_start
+                                                                   when(partial)
                                                                  producer_load %K_pipeline %K[b, h, kv, d_qk]
          block @step                                           block @step
            %k = consumer_wait %K_pipeline                        %k = consumer_wait %K_pipeline
@@ -35,7 +37,15 @@ from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Mask
-from attngen.ir.pipe import ConsumerWait, Pipeline, ProducerLoad, ReadTileStart, WriteTileStart, needs_position
+from attngen.ir.pipe import (
+    ConsumerWait,
+    LoadTileStart,
+    Pipeline,
+    ProducerLoad,
+    ReadTileStart,
+    WriteTileStart,
+    needs_position,
+)
 from attngen.ir.pipe_control import PipelinedLoop
 from attngen.transforms.base import Pass
 
@@ -88,19 +98,18 @@ def _staged(kernel: Kernel) -> Kernel:
     start = Pipeline(
         f"{kernel.loop_axis.upper()}_START_pipeline", Type("i32", (), "sram"), tiles.stages, metadata_of=tiles.name
     )
-    metadata = [op.name for op in pipelines if op.metadata_of == tiles.name]
-    first = [*metadata, tiles.name][0]  # what is loaded first into a stage of these tiles
+    load = LoadTileStart(f"{kernel.loop_axis}_tile_start", Type("i32", (), "reg"))
 
     def changed(block: Block) -> Iterator[Op]:
+        if block is copy:
+            yield load
         for op in block.ops:
-            if isinstance(op, Pipeline) and op.name in metadata[:1]:
-                yield start
-            if block is copy and isinstance(op, ProducerLoad) and op.pipeline == first:
-                yield WriteTileStart("_write_start", start.name, when)
+            if block is copy and isinstance(op, ProducerLoad) and op.pipeline == tiles.name:
+                yield WriteTileStart("_write_start", start.name, load.name, when)
             yield op
             if op is waits.get(block.name):
                 yield ReadTileStart(f"_read_start_of_{op.name}", start.name, op.name, when)
-        if block.name == "entry" and not metadata:
+        if block.name == "entry":
             yield start
 
     return replace(kernel, blocks=tuple(replace(block, ops=tuple(changed(block))) for block in kernel.blocks))

@@ -13,6 +13,7 @@ from attngen.ir.ops import Arg, OrderedAdd
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
+    LoadTileStart,
     LocalLoad,
     Pipeline,
     ProducerLoad,
@@ -27,7 +28,7 @@ from attngen.ir.pipe import (
     WriteTileIndex,
     WriteTileStart,
 )
-from attngen.ir.pipe_control import MaskedFullTile, PipelinedLoop, masked_full_tiles
+from attngen.ir.pipe_control import MaskedFullTiles, PipelinedLoop, masked_full_tiles
 from attngen.targets.hopper.configs.barriers import (
     instances_of,
     is_consumed_in_loop,
@@ -181,6 +182,8 @@ class PipelineContext(ShapeContext):
         return [name for name, pipeline in self.pipelines.items() if pipeline.metadata_of == tiles and name not in idle]
 
     def _idle(self, op: Op, cls: str) -> bool:
+        if isinstance(op, LoadTileStart):
+            return not any(isinstance(o, WriteTileStart) and applies(o.when, cls) for o in self.kernel.ops())
         if isinstance(op, WriteTileStart):
             return not applies(op.when, cls) and not masked_full_tiles(self.kernel.ops())
         return super()._idle(op, cls)
@@ -197,23 +200,32 @@ class PipelineContext(ShapeContext):
         row = {"start": f"{start} + {at}", "left": f"{left} - {at}", "into": self._short(op.pipeline)}
         return {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, **self._stage(tiles)}
 
+    def _load_tile_start(self, op: LoadTileStart, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "ptr": self._start_of_tile(), "check": ""}
+
+    def _start_of_tile(self) -> str:
+        """The pointer to the number that says where the loop's tile lies."""
+        return f"{STARTS[self.loop][0]} + {self.loop}_tile * ({AXIS_DIM[self.loop]} // UNIT)"
+
     def _write_tile_start(self, op: WriteTileStart, cls: str) -> dict[str, Any]:
-        tiles, axis = str(self.pipelines[op.pipeline].metadata_of), self.loop
-        start = f"{STARTS[axis][0]} + {axis}_tile * ({AXIS_DIM[axis]} // UNIT)"
+        """The line that writes a tile's start. A loop of full tiles loads it only for the tile that consumers mask,
+        and only then."""
+        tiles = str(self.pipelines[op.pipeline].metadata_of)
         full = () if applies(op.when, cls) else masked_full_tiles(self.kernel.ops())
+        start = f"gl.load({self._start_of_tile()})" if full else self.var(op.value)
         text = {
             "pipeline": self._short(tiles),
             "row": {"start": start, "into": self._short(op.pipeline)},
             "waits": self._metadata_of(tiles, cls)[0] == op.pipeline,
-            "only_if": " | ".join(f"({text})" if len(full) > 1 else text for text in map(self._is_masked, full)),
+            "only_if": " | ".join(map(self._is_among, full)),
         }
         return {**text, **self._stage(tiles)}
 
-    def _is_masked(self, tile: MaskedFullTile) -> str:
-        """The condition under which the loop's tile is this one, and @first masks it."""
-        conditions = [f"{self.loop}_tile == {self.scalar(tile.number)}"]
-        conditions += [f"{self._number(tile.before)} == 0"] if tile.before else []
-        return " & ".join(f"({text})" if tile.before else text for text in conditions)
+    def _is_among(self, tiles: MaskedFullTiles) -> str:
+        """The condition under which the loop's tile is one of these, and the program visits none of those before."""
+        same = [f"({self.loop}_tile == {self.scalar(number)})" for number in tiles.numbers]
+        among = same[0] if len(same) == 1 else f"({' | '.join(same)})"
+        return f"{among} & ({self._number(tiles.before)} == 0)" if tiles.before else among
 
     def _read_tile_start(self, op: ReadTileStart, cls: str) -> dict[str, Any]:
         """The line that reads the position of a tile. `_define_position` adds those that need its value: where a loop

@@ -28,6 +28,21 @@ class PipelineView:
 
 
 @dataclass
+class TileFunctionView:
+    """A function that returns the integers of a work tile, in a kernel whose producer prefetches them.
+
+    The first result is -1 if no tile has the number.
+    """
+
+    name: str
+    params: list[str]  # after the tile's number
+    tiles: list[str]  # constants that are among the parameters, after TILES
+    lines: list[str]
+    nodes: list[Node]
+    results: list[str]
+
+
+@dataclass
 class WarpGroupView:
     """A warp group, which is printed as a function of its own."""
 
@@ -41,6 +56,7 @@ class WarpGroupView:
     nodes: list[Node]
     meets: bool  # its threads take part in the named barriers of reused stages
     constants: list[str]  # THREADS; and _WARP_GROUP, the number of the instance, if instances differ
+    of_tile: TileFunctionView | None
 
 
 @dataclass

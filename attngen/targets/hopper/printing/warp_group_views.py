@@ -10,12 +10,12 @@ from attngen.ir.dims import AXIS_DIM, SIDES
 from attngen.ir.names import stride_names
 from attngen.ir.ops import Arg, Base, OrderedAdd, Store
 from attngen.ir.pipe import TILE_DIM, Pipeline, ProducerLoad, ProducerStore, Wgmma
-from attngen.ir.pipe_control import ReloadTile, WorkLoop
+from attngen.ir.pipe_control import PrefetchTile, ReloadTile, WorkLoop
 from attngen.targets.hopper.configs.barriers import is_reused
 from attngen.targets.hopper.configs.work_tiles import tile_coordinates, tile_metadata
 from attngen.targets.hopper.printing.exchange_views import HALF
 from attngen.targets.hopper.printing.loop_views import gluon
-from attngen.targets.hopper.printing.views import WarpGroupView
+from attngen.targets.hopper.printing.views import TileFunctionView, WarpGroupView
 from attngen.targets.hopper.printing.wgmma_views import WgmmaContext
 from attngen.targets.printing.views import Node, names_in
 
@@ -61,8 +61,9 @@ class WarpGroupContext(WgmmaContext):
         }
         prologue = [*(self._positions(words) if block.warp_group.rows else []), *self._counters(block, words)]
         prologue += [] if self.kernel.is_persistent or not block.warp_group.rows else self._own_rows(words)
+        of_tile = self._tile_function(work, known, params) if work else None
         if work:
-            self._place_tiles(work, known, block, words, params)
+            self._place_tiles(work, [] if of_tile else known, block, words, params)
         # With split-KV, programs compute the number of splits themselves.
         scheduler_args = {"COUNTER"} if self.kernel.kv_split else {"COUNTER", "TILES"}
         words |= scheduler_args if any(isinstance(op, WorkLoop) and op.fetches for op in block.ops) else set()
@@ -107,7 +108,33 @@ class WarpGroupContext(WgmmaContext):
                     else []
                 ),
             ],
+            of_tile,
         )
+
+    def _tile_function(self, work: Node, known: list[Node], params: list[str]) -> TileFunctionView | None:
+        """The function that computes a work tile's integers, if the body of the work loop prefetches the next tile. The
+        loop calls it for the first tile, and where the body prefetches."""
+        prefetch = next((node for node in work.body if node.kind == "prefetch_tile"), None)
+        if prefetch is None:
+            return None
+        lines, passed = work.text["place"], work.text["numbers"]
+        words = names_in(known) | set(re.findall(r"\w+", " ".join(lines)))
+        defined = [line.split()[0] for line in lines] + [node.text["var"] for node in known]
+        read = names_in(work.body)
+        results = passed + [name for name in defined if name in read and name not in passed]
+        given = [name for name in params if name in words]
+        tiles = [name for name in ("BLOCK_Q", "BLOCK_KV") if name in words]
+        kept = [f"{name} = _rematerialize({name})" for name in given if name in self._integers()]
+        clamp = ["work_tile = pid", "pid = gl.minimum(pid, TILES - 1)"]
+        name = f"{self.kernel.name}_tile"
+        following = [f"next_{result.lstrip('_')}" for result in results]
+        call = {"name": name, "args": [*given, "TILES", *tiles], "results": results, "next": following}
+        work.text["place"], work.text["call"], prefetch.text["call"] = [], call, call
+        return TileFunctionView(name, given, tiles, [*kept, *clamp, *lines], known, results)
+
+    def _integers(self) -> set[str]:
+        """The kernel's scalar arguments that are integers."""
+        return {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
 
     def _place_tiles(self, work: Node, known: list[Node], block: Block, words: set[str], params: list[str]) -> None:
         """Insert, before the body of a work loop, the lines that compute the values of each tile and the warp group's
@@ -134,8 +161,7 @@ class WarpGroupContext(WgmmaContext):
         used = names_in([*of_tile, *body]) | set(
             re.findall(r"\w+", " ".join([*work.text["place"], *work.text["splits"]]))
         )
-        integers = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
-        aligned = self._stored_strides(block)
+        integers, aligned = self._integers(), self._stored_strides(block)
         work.text["rematerialized"] = [
             name
             for name in params
@@ -271,10 +297,14 @@ class WarpGroupContext(WgmmaContext):
             "waits": self.kernel.adds_in_order,
             "warps": self._warps(op),
             "place": place,
+            "call": {},
             "early": False,
             **self._numbers(),
             **self._stage(op.pipeline, "" if op.fetches else "_WARP_GROUP"),
         }
+
+    def _prefetch_tile(self, op: PrefetchTile, cls: str) -> dict[str, Any]:
+        return {"call": {}}  # that of the work loop's `_tile_function`
 
     def _index_count(self) -> int:
         """The number of coordinates among the integers that the scheduler passes for a tile."""

@@ -1,0 +1,54 @@
+"""prefetch-work-tiles: fetch the next work tile between the loops of loads for this one, where its place is looked up.
+
+If calls have chunks of a sequence, the producer reads three tables one after another for a work tile: where its rows
+lie, for documents the bounds of these rows, and how many of the call's tiles are before these bounds. At the end of a
+work tile the consumers would wait for that, because little is left for them to do. Between the loops of the producer
+they have tiles in both stages.
+
+before:  block @produce                                after:  block @produce
+           producer_load %Q_pipeline %Q[b, h, q, d_qk]           producer_load %Q_pipeline %Q[b, h, q, d_qk]
+           %copy_keys_partial = loop kv ...                      %copy_keys_partial = loop kv ...
+           %copy_keys_full = loop kv ...                         prefetch_tile %Work_pipeline
+                                                                 %copy_keys_full = loop kv ...
+
+Kernels whose programs wait for one another fetch a tile when they start it, and are left as they are; so are those
+with one loop of loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.ir.core import Block
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Loop
+from attngen.ir.pipe_control import PrefetchTile, WorkLoop
+from attngen.transforms.base import Pass
+
+
+@dataclass(frozen=True)
+class PrefetchWorkTiles(Pass):
+    name: ClassVar[str] = "prefetch-work-tiles"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return replace(module, warp_specialized=tuple(map(_prefetching, module.warp_specialized)))
+
+
+def _prefetching(kernel: Kernel) -> Kernel:
+    work = next((op for op in kernel.ops() if isinstance(op, WorkLoop) and op.fetches), None)
+    if work is None or not kernel.places or kernel.adds_in_order:
+        return kernel
+    body = kernel.block(work.body)
+    loops = [at for at, op in enumerate(body.ops) if isinstance(op, Loop)]
+    if len(loops) < 2:
+        return kernel
+    last = loops[-1]
+    ops = (*body.ops[:last], PrefetchTile("_prefetch_tile", work.pipeline), *body.ops[last:])
+
+    def changed(block: Block) -> Block:
+        return replace(block, ops=ops) if block is body else block
+
+    return replace(kernel, blocks=tuple(map(changed, kernel.blocks)))
