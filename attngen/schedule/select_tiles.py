@@ -350,9 +350,16 @@ def _visited(kernel: Kernel, start: int) -> int:
 
 def _longest_first(kernel: Kernel) -> Kernel:
     """Return the kernel with the last tiles first if their programs visit more tiles, and with SWIZZLE heads per group
-    if programs visit different numbers of tiles."""
+    if programs visit different numbers of tiles.
+
+    With chunks of a sequence there is also a group if the formula does not say which programs visit more, as with
+    documents: a call has few query tiles, which may be of one long document. Then the last query tile comes first: it
+    is the last one of a document.
+    """
     if kernel.visits_all_tiles or not tile_loops(kernel):
         return kernel
     first, last = (_visited(kernel, x) for x in (0, MANY_ROWS - 64))
-    grid = (replace(kernel.grid[0], reversed=last > first, swizzle=SWIZZLE if last != first else 1), *kernel.grid[1:])
-    return replace(kernel, grid=grid)
+    of_chunks = kernel.places and last == first
+    from_last = last > first or (of_chunks and kernel.program_axis == "q")
+    swizzle = SWIZZLE if last != first or of_chunks else 1
+    return replace(kernel, grid=(replace(kernel.grid[0], reversed=from_last, swizzle=swizzle), *kernel.grid[1:]))
