@@ -118,17 +118,22 @@ WIDE = 128  # width from which an accumulator's loop has no registers to spare (
 
 # ---------------------------------------------------------------- predictions of context parallelism
 
-# Share of the peak that kernels reach in long sequences, without the edges of tiles and the last programs, which the
-# model counts: measured on one H200, causal, 32 query heads on 8, head_dim 128, 256k tokens: 633 TFLOP/s in the
-# forward, 547 in forward and backward together, of 989.
-REACHED_FORWARD, REACHED_BACKWARD = 0.64, 0.525
+# Of a launch: the share of the peak that its products reach; FLOPs that take as long as all else that is done for a
+# score, the exponential above all; seconds of an SM for a tile of one head's queries (forward) or keys (backward),
+# beside the products; and the share by which products take longer if what programs stream is not in the L2. Fitted to
+# 22 measurements on one H200, causal, windows and documents, head_dim 64 and 128, 8k to 128k rows, and the work of
+# single ranks of 2 and 8, which they give within 10% (docs/perf-log.md, section 41).
+REACHED = {"forward": 0.9, "backward": 0.585}
+SCORE_FLOPS = {"forward": 170, "backward": 32}
+TILE_SECONDS = {"forward": 2.9e-6, "backward": 8.5e-6}
+STREAMED = {"forward": 0.0, "backward": 0.14}
 # Share of a link's bytes/s that transfers reach. NVLink: measured on two H200, 246 GB/s in an all-gather, 273 GB/s in
 # sends both ways, of 450. Between nodes: assumed, not measured.
 REACHED_GATHER, REACHED_SEND, REACHED_NETWORK = 246 / 450, 273 / 450, 0.9
 LINK_LATENCY, NETWORK_LATENCY = 15e-6, 30e-6  # seconds of a transfer without bytes; assumed, not measured
 LAUNCH_SECONDS = 5e-6  # seconds of a launch without work; assumed, not measured
 # Share of the longest program's time for which the device is not full at the end of a launch, which starts with its
-# longest programs: assumed, not measured.
-LAST_PROGRAMS = 0.5
+# longest programs: fitted in the same way.
+LAST_PROGRAMS = 0.2
 PLANNED_TILE = 128  # rows and keys of a tile, by which partial tiles at edges of the mask are counted
 MOST_CHUNKS = 2048  # of a sequence for which `attngen explain --gpus` counts scores

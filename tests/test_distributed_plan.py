@@ -31,6 +31,7 @@ from attngen.distributed.proof import PlanError, verify
 from attngen.distributed.transfers import METHODS, Plan, divided, plan
 from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError
+from attngen.heuristics import STREAMED
 from attngen.ir.sizes import Sizes
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, load_spec
@@ -296,8 +297,9 @@ def test_formulas_are_the_elements_of_plans() -> None:
 
 
 def test_predictions_of_two_gpus_are_near_what_was_measured() -> None:
-    """Shares of one GPU's rate, all-gather without overlap: 0.89 and 0.93 for 32k rows, 0.98 and 0.96 for 256k."""
-    for n, forward, both in ((32768, 0.89, 0.93), (262144, 0.98, 0.96)):
+    """Shares of one GPU's rate by all-gather: 0.91 in the forward and 0.96 in both for 32k rows, 0.975 and 0.986 for
+    128k (docs/perf-log.md, section 41)."""
+    for n, forward, both in ((32768, 0.91, 0.96), (131072, 0.975, 0.986)):
         visible = count(folder("causal_gqa"), n, 256)
         found = predict(visible, Cluster("H200", 2, 1), HEADS_8, "all_gather")
         assert found.forward_efficiency == pytest.approx(forward, abs=0.05)
@@ -317,7 +319,7 @@ def test_predictions_respect_the_lower_bounds(name: str) -> None:
             assert found.forward.seconds >= least.seconds
             if found.ulysses == 1:
                 assert moved >= 0.99 * least.queries_stay_bytes
-            assert 0 < found.efficiency <= 1
+            assert 0 < found.efficiency <= 1 + STREAMED["backward"]
 
 
 def test_the_choice_follows_the_mask() -> None:
@@ -327,8 +329,9 @@ def test_the_choice_follows_the_mask() -> None:
     large = choose(causal, Cluster("H200", 8, 8), HEADS_8)
     assert large.method == "ulysses_ring"
     assert 8 % large.ulysses == 0
-    efficiencies = [p.efficiency for p in simulate(causal, Cluster(), HEADS_8, (1, 8, 64)).values()]
-    assert efficiencies == sorted(efficiencies, reverse=True)
+    alone, node, cluster = (p.efficiency for p in simulate(causal, Cluster(), HEADS_8, (1, 8, 64)).values())
+    assert alone == pytest.approx(1)
+    assert cluster < alone < node  # the queries of a rank fit in the L2
 
 
 def test_unknown_links_are_refused() -> None:
@@ -344,7 +347,7 @@ def test_explain_prints_methods_bounds_and_scaling() -> None:
     assert run.exit_code == 0, run.output
     for words in (
         "all_gather",
-        "ulysses+ring 8 x 2",
+        "ulysses+ring 4 x 4",
         "least, any method",
         "chosen: ",
         "1024",
@@ -377,3 +380,31 @@ def test_errors_are_sentences(tmp_path: Path) -> None:
 def test_the_ir_is_found_beside_a_module() -> None:
     module = importlib.import_module("generated.causal_gqa")
     assert ir_of(module).meaning == ir_of(module.attention).meaning == ir_of(folder("causal_gqa")).meaning
+
+
+MEASURED = {  # ms of a forward and of a backward on one H200, 32 query heads on 8 (docs/perf-log.md, section 41)
+    ("causal", 64, 1, 65536): (33.95, 89.1),
+    ("causal", 64, 2, 8192): (1.185, 2.92),
+    ("causal", 128, 1, 65536): (54.9, 171.0),
+    ("causal", 128, 2, 8192): (1.82, 5.34),
+    ("causal", 128, 1, 131072): (217.1, 691.6),
+    ("window", 64, 1, 65536): (1.51, 3.67),
+    ("window", 64, 2, 8192): (0.365, 0.932),
+    ("window", 128, 1, 65536): (2.137, 6.41),
+    ("window", 128, 2, 8192): (0.522, 1.70),
+    ("documents", 64, 1, 65536): (0.977, 2.70),
+    ("documents", 64, 2, 8192): (0.259, 0.72),
+    ("documents", 128, 1, 65536): (1.57, 4.29),
+    ("documents", 128, 2, 8192): (0.396, 1.13),
+}
+OF_MASKS = {"causal": "causal_gqa", "window": "window_gqa", "documents": "packed_document_gqa"}
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_launches_are_predicted_within_a_tenth_of_what_was_measured(case: tuple[str, int, int, int]) -> None:
+    mask, dim, sequences, rows = case
+    ends = {"cu_seqlens": [*range(0, rows, 1000), rows]} if mask == "documents" else {}
+    visible = count(folder(OF_MASKS[mask]), rows, 384, **ends)
+    found = predict(visible, Cluster("H200", 1, 1), Heads(batch=sequences, d_qk=dim, d_v=dim), "all_gather")
+    predicted = [1e3 * costs.compute_s for costs in (found.forward, found.backward)]
+    assert predicted == pytest.approx(list(MEASURED[case]), rel=0.1)

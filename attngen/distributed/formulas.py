@@ -9,18 +9,20 @@ Names: B sequences, Hq and Hkv heads, D_QK and D_V columns, `elem` bytes of an e
     sent       rows of keys that it sends to other groups
     buffered   rows of keys of other groups that it holds at the same time
     scores     visible scores of the queries of its group, of one head
+    rows       queries of its group, or keys that a launch has
 """
 
 from __future__ import annotations
 
+from attngen.heuristics import PLANNED_TILE
 from attngen.ir.expr import Expr, symbol
 
 STATISTIC = 4  # bytes of an LSE
 PART = 4  # bytes of an element of sums
 
 B, HQ, HKV, D_QK, D_V, ELEM = map(symbol, ("B", "Hq", "Hkv", "D_QK", "D_V", "elem"))
-U, OWN, HELD, RECEIVED, SENT, BUFFERED, SCORES = map(
-    symbol, ("U", "own", "held", "received", "sent", "buffered", "scores")
+U, OWN, HELD, RECEIVED, SENT, BUFFERED, SCORES, ROWS = map(
+    symbol, ("U", "own", "held", "received", "sent", "buffered", "scores", "rows")
 )
 
 _KV_ROW = B * HKV / U * (D_QK + D_V)  # elements of a row of keys and values, of the heads that a rank has
@@ -29,6 +31,8 @@ _OTHERS = B * (U - 1) / U * OWN  # rows times the share of the heads that other 
 FORMULAS: dict[str, Expr] = {
     "forward FLOPs": 2 * B * HQ / U * (D_QK + D_V) * SCORES,
     "backward FLOPs": 2 * B * HQ / U * (3 * D_QK + 2 * D_V) * SCORES,
+    "tiles": B * HQ / U * ROWS / PLANNED_TILE,
+    "bytes of queries that a backward streams": ROWS * (ELEM * (D_QK + D_V) + PART * D_QK),
     "bytes of q, k, v to the ranks of other heads": _OTHERS * ELEM * (HQ * D_QK + HKV * (D_QK + D_V)),
     "bytes of out, LSE back from them": _OTHERS * HQ * (ELEM * D_V + STATISTIC),
     "bytes of dO to them": _OTHERS * ELEM * HQ * D_V,

@@ -5,8 +5,10 @@ those of the slowest rank. all_gather: the transfer, then the launch. ring: in e
 the next transfer. ulysses: exchange, launch, exchange. Links run both ways at once, and NVLink and network at the same
 time. In a backward, keys and values are sent again, and their gradients back, in fp32.
 
-A launch takes its FLOPs at the share of the peak that kernels reach, or its bytes of HBM if these take longer. FLOPs
-include partial tiles at the edges of the mask, half of each, and the idle part at its end, when the last programs run.
+A launch takes the time of its scores, or of its bytes of HBM if these take longer. A score takes its FLOPs in products,
+and the rest that is done for it, as if that were FLOPs, too. Scores include those of partial tiles at the edges of the
+mask, half of each, and the idle part at the end of a launch, when its last programs run. Each tile of queries, in the
+backward of keys, takes the time of its program's start and end. Constants are fitted to measurements (heuristics.py).
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ from attngen.heuristics import (
     LINK_LATENCY,
     NETWORK_LATENCY,
     PLANNED_TILE,
-    REACHED_BACKWARD,
-    REACHED_FORWARD,
+    REACHED,
     REACHED_GATHER,
     REACHED_NETWORK,
     REACHED_SEND,
+    SCORE_FLOPS,
+    STREAMED,
     SWIZZLE,
+    SWIZZLE_GROUP_BYTES,
+    TILE_SECONDS,
 )
 from attngen.interp.numeric import value
 
@@ -86,7 +91,7 @@ class Costs:
 class Prediction:
     """A method on a cluster. memory: bytes that a rank needs for a call and its backward, with its results.
 
-    ideal: the seconds of forward and of backward if all GPUs computed visible scores alone at the rate of one.
+    ideal: the seconds of forward and of backward of one GPU that computes the whole call, over the number of GPUs.
     """
 
     method: Method
@@ -104,7 +109,8 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """The share of the GPUs' time in which they compute visible scores at the rate of one GPU."""
+        """The time of one GPU that computes the whole call, over the sum of all GPUs' times. It can exceed 1: what a
+        rank's backward streams may fit in the L2 where that of the whole call does not."""
         return sum(self.ideal) / self.seconds
 
     @property
@@ -147,7 +153,9 @@ def predict(
     size = check_method(method, cluster.ranks, heads.q_heads, heads.kv_heads, ulysses)
     layout = layout or _layout(visible, cluster.ranks // size)
     rank = _Ranks(visible, cluster, heads, method, size, layout)
-    return Prediction(method, size, layout, rank.costs(False), rank.costs(True), rank.memory(), rank.ideal())
+    alone = _Ranks(visible, Cluster(cluster.device, 1, 1), heads, "all_gather", 1, _layout(visible, 1))
+    ideal = alone.costs(False).seconds / cluster.ranks, alone.costs(True).seconds / cluster.ranks
+    return Prediction(method, size, layout, rank.costs(False), rank.costs(True), rank.memory(), ideal)
 
 
 class _Ranks:
@@ -222,16 +230,27 @@ class _Ranks:
         which = "backward" if backward else "forward"
         share = scores / np.maximum(1.0, self.known["scores"])
         programs = self.known["B"] * self.known["Hq"] / self.size  # of one tile of queries
-        last = LAST_PROGRAMS * self.device.sms * PLANNED_TILE * np.minimum(self.longest, keys) / programs
+        longest = np.minimum(self.longest, keys)
+        last = LAST_PROGRAMS * self.device.sms * PLANNED_TILE * longest / programs
         flops = self.of(f"{which} FLOPs", scores=scores)
-        run = self.of(f"{which} FLOPs", scores=scores + share * self.edges + last * (scores > 0))
+        run = scores + share * self.edges + last * (scores > 0)
         # Tiles of keys stream through the L2 once for all programs of a head in flight.
         loads = flops / PLANNED_TILE * self.known["elem"] / 2
         hbm = self.of(f"{which} HBM bytes at least") * share + loads / max(1, self.device.sms // SWIZZLE)
-        rate = self.device.flops["bf16" if self.known["elem"] < 4 else "tf32"]
-        rate *= REACHED_BACKWARD if backward else REACHED_FORWARD
-        seconds = np.maximum(run / rate, hbm / self.device.hbm_bytes_per_s) + LAUNCH_SECONDS * (scores > 0)
-        return flops, hbm, seconds
+        streamed = self.of("bytes of queries that a backward streams", rows=np.minimum(longest, self.held))
+        missing = 1 - np.minimum(1.0, SWIZZLE_GROUP_BYTES / np.maximum(1.0, streamed))
+        products = run * (1 + STREAMED[which] * missing)
+        tiles = self.of("tiles", rows=keys if backward else np.minimum(self.held, keys))
+        computing = self._scores_seconds(which, run, products) + tiles * TILE_SECONDS[which] / self.device.sms
+        seconds = np.maximum(computing, hbm / self.device.hbm_bytes_per_s) + LAUNCH_SECONDS * (scores > 0)
+        return flops, hbm, seconds * (scores > 0)
+
+    def _scores_seconds(self, which: str, scores: Array, products: Array) -> Array:
+        """Return the time of scores of one head, if products take that of `products` scores."""
+        heads = self.known["B"] * self.known["Hq"] / self.size
+        work = self.of(f"{which} FLOPs", scores=products) + heads * SCORE_FLOPS[which] * scores
+        peak = self.device.flops["bf16" if self.known["elem"] < 4 else "tf32"]
+        return work / (peak * REACHED[which])
 
     def costs(self, backward: bool) -> Costs:
         """Return the costs of one direction."""
@@ -254,7 +273,7 @@ class _Ranks:
     def _ring_seconds(self, backward: bool) -> Array:
         """Return the time of the steps of a ring: of each, the launch or the transfer for the next, whichever is
         longer; in a backward this transfer also has the gradients of the step before. Those of the last step follow."""
-        launches = self._launch(self._by_step(self.scores), self.held, backward)[2]
+        launches = self._launch(self._by_step(self.scores), self._by_step(self.rows), backward)[2]
 
         # A step's gradients are sent in the next one; those of step 0 are the rank's own.
         nvlink, network = (
@@ -275,8 +294,3 @@ class _Ranks:
         found = found + self.of("memory of the exchange") * (2 if self.size > 1 else 0)
         found = found + self.of("memory of partial outputs") * ("ring" in self.method)
         return float(found.max())
-
-    def ideal(self) -> tuple[float, float]:
-        rate = self.device.flops["bf16" if self.known["elem"] < 4 else "tf32"]
-        forward, backward = (self.of(f"{which} FLOPs").mean() / rate for which in ("forward", "backward"))
-        return float(forward) / REACHED_FORWARD, float(backward) / REACHED_BACKWARD

@@ -22,8 +22,8 @@ NUMBERS = {"NVLink GB", "network GB", "HBM GB", "TFLOP", "memory GB", "forward m
 NUMBERS |= {"efficiency", "GPUs", "speed-up"}
 LEGEND = """Of the GPU with the most: bytes that it receives or sends (whichever is more) by NVLink and by the network,
 bytes of device memory, and FLOPs, all of the forward; memory with the backward. Times are predictions for the slowest
-GPU, not measured; efficiency: the share of the time in which GPUs compute visible scores as fast as one GPU, forward
-and backward together."""
+GPU, not measured; efficiency: the time of one GPU that computes all of it over the sum of all GPUs' times, forward and
+backward together. It exceeds 100% where a GPU's part of the queries fits in its L2, and all of them do not."""
 BOUND = """least, any method: what a GPU has to send and receive at least, whichever way queries, keys and heads are
 moved, and the time at peak rates; least, queries stay: what it has to receive if it computes the scores of its own
 queries (all_gather and ring)."""
