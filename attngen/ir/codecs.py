@@ -154,6 +154,7 @@ _CODECS: dict[str, Codec] = {
             "exchange",
             "ends",
             "by_tile",
+            "early",
         ),
         _FLAG,
     ),

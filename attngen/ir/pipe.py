@@ -101,11 +101,14 @@ class ProducerLoad(Op):
     the load of the tile.
 
     page: the number of the page that has the tile. The access then has no index for pages.
+    early: issued before the kernel's entry computes scalars and starts the warp groups. Only the first loads of a warp
+    group can be, whose place needs none of these scalars.
     """
 
     pipeline: str = field(metadata=OPERAND)
     src: Access = field(metadata=OPERAND)
     page: str | None = field(default=None, metadata=OPERAND)
+    early: bool = False
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,21 @@ def _producer_load_errors(kernel: Kernel, op: ProducerLoad) -> Iterator[str]:
         fits &= (loaded, source.type.dtype) == (dims, pipeline.type.dtype)
     if not fits:
         yield "loads a tile of another type than the pipeline has"
+    if op.early:
+        yield from _early_errors(kernel, op)
     if isinstance(pipeline, Pipeline):
         yield from _load_order_errors(kernel, op, pipeline)
+
+
+def _early_errors(kernel: Kernel, op: ProducerLoad) -> Iterator[str]:
+    block, pipeline = kernel.block_of(op), kernel.op(op.pipeline)
+    before = block.ops[: list(block.ops).index(op)]
+    if kernel.is_persistent or (isinstance(pipeline, Pipeline) and pipeline.metadata_of):
+        yield "is issued early; expected a tile, and a program of one tile"
+    if block.warp_group is None or any(not (isinstance(o, ProducerLoad) and o.early) for o in before):
+        yield "is issued early; expected one of the first ops of a warp group"
+    if known := sorted(kernel.scalars_of(op) & {o.name for o in kernel.block("entry").ops if not isinstance(o, Arg)}):
+        yield f"is issued before %{known[0]} is computed, which it needs"
 
 
 def _tile_indices_errors(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:

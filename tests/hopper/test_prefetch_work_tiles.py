@@ -9,9 +9,9 @@ import pytest
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.verify import verify
+from tests import chunks
 from tests.helpers import stages_of
 from tests.hopper.common import edited_module, lowered
-from tests.hopper.test_texts import spec_of
 from tests.hopper.texts import texts_of
 
 WINDOW = texts_of("window of chunks", "fwd")
@@ -43,7 +43,9 @@ def test_programs_that_wait_for_others_do_not_fetch_ahead() -> None:
 
 
 def test_one_function_places_the_first_work_tile_and_the_next() -> None:
-    source = render(stages_of(spec_of(WINDOW))["legalize-gluon"])["hopper.py"]
+    source = render(
+        stages_of(chunks.spec_of("window", head_dim=128, schedule={"backend": "hopper"}))["legalize-gluon"]
+    )["hopper.py"]
     assert re.findall(r"= fwd_tile\(\s*([\w.]+)\(", source) == ["gl.program_id", "_broadcast"]
     (returned,) = re.findall(r"    _q_row = gl.where\(work_tile < TILES, _q_row, -1\)\n    return \((.*)\)", source)
     numbers = ["_q_row", "q_start", "h", "b", "kv_first_at", "kv_full_first_at", "kv_full_end_at", "kv_end_at"]

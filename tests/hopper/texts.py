@@ -93,6 +93,7 @@ ALL = (
     Texts("biased", "bwd", ("fwd", "bwd"), ("stage-score-bias",)),
     Texts("window of chunks", "fwd", ("fwd",), ("stage-tile-starts", "prefetch-work-tiles")),
     Texts("window of chunks", "bwd", ("fwd", "bwd"), ("stage-tile-starts",)),
+    Texts("causal of chunks", "bwd", ("fwd", "bwd"), ("load-before-lookups",)),
 )
 
 

@@ -12,6 +12,7 @@ from attngen.targets.hopper.passes.exchange_p import ExchangeP
 from attngen.targets.hopper.passes.hoist_bias import HoistBias
 from attngen.targets.hopper.passes.insert_pipelines import InsertPipelines
 from attngen.targets.hopper.passes.legalize import LegalizeGluon
+from attngen.targets.hopper.passes.load_before_lookups import LoadBeforeLookups
 from attngen.targets.hopper.passes.mask_out_of_bounds_queries import MaskOutOfBoundsQueries
 from attngen.targets.hopper.passes.persistent_scheduler import PersistentScheduler
 from attngen.targets.hopper.passes.ping_pong import PingPong
@@ -59,6 +60,7 @@ HOPPER = Specializer(
         SplitDQReduction(),
         StageTileStarts(),
         PrefetchWorkTiles(),
+        LoadBeforeLookups(),
         LegalizeGluon(),
     ),
     rules={"fits": rules.fits},

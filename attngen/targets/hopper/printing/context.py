@@ -80,6 +80,7 @@ class WarpSpecializedContext(WarpGroupContext):
             sums_input_gradients=portable.sums_input_gradients,
             prologue=[] if self.kernel.is_persistent else self._program_tile(),
             nodes=nodes,
+            early=[Node("producer_load", gluon(self._producer_load(op, "entry")), []) for op in self._early()],
             pipelines=[self._pipeline(op) for op in self.pipelines.values()],
             warp_groups=warp_groups,
             instances=self.kernel.sharing_warp_group.instances,
@@ -89,6 +90,9 @@ class WarpSpecializedContext(WarpGroupContext):
             words=names_in(nodes) | {word for warp_group in warp_groups for word in names_in(warp_group.nodes)},
             described=self._described_tensors(portable.params),
         )
+
+    def _early(self) -> list[ProducerLoad]:
+        return [op for op in self.kernel.ops() if isinstance(op, ProducerLoad) and op.early]
 
     def _described_tensors(self, params: list[str]) -> list[tuple[str, ...]]:
         """Tensors that TMA reads or writes: position among the parameters, rows per copy, and columns if not all."""
@@ -113,6 +117,8 @@ class WarpSpecializedContext(WarpGroupContext):
         nodes = []
         for op in self.kernel.block(name).ops:
             if isinstance(op, (Arg, Pipeline)) or self._idle(op, cls) or self._is_silent(op):
+                continue
+            if isinstance(op, ProducerLoad) and op.early:
                 continue
             kind = ALL_KINDS[type(op)]
             text = self._wgmma_wait(op, name) if isinstance(op, WgmmaWait) else getattr(self, f"_{kind}")(op, cls)

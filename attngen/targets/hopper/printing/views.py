@@ -71,6 +71,7 @@ class WarpSpecializedView:
     sums_input_gradients: bool
     prologue: list[str]
     nodes: list[Node]
+    early: list[Node]  # loads that are issued before these nodes
     pipelines: list[PipelineView]
     warp_groups: list[WarpGroupView]
     words: set[str]  # every word in its source

@@ -1,0 +1,56 @@
+"""load-before-lookups: issue a program's first loads before it looks up which tiles it visits.
+
+If calls have chunks of a sequence, a program that is not persistent starts with lookups, each of which needs the one
+before: where its tile lies, for documents the bounds of its rows, and how many of the call's tiles are before these
+bounds. The tiles that the program itself owns, such as K and V of the fused backward, are in the call's own rows, so
+their loads need no lookup and run meanwhile.
+
+before:  warp_group @producer                              after:  warp_group @producer
+           producer_load %K_pipeline %K[b, hkv, kv, d_qk]            producer_load %K_pipeline %K[...] early(yes)
+           producer_load %V_pipeline %V[b, hkv, kv, d_v]             producer_load %V_pipeline %V[...] early(yes)
+           %copy_total = pipelined_loop q ...                        %copy_total = pipelined_loop q ...
+
+Persistent kernels look places up for the next work tile while they compute one (prefetch-work-tiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import ClassVar
+
+from attngen.ir.core import Block, Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.pipe import Pipeline, ProducerLoad
+from attngen.transforms.base import Pass
+
+
+@dataclass(frozen=True)
+class LoadBeforeLookups(Pass):
+    name: ClassVar[str] = "load-before-lookups"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return replace(
+            module,
+            warp_specialized=tuple(
+                _loading_early(kernel) if kernel.places and not kernel.is_persistent else kernel
+                for kernel in module.warp_specialized
+            ),
+        )
+
+
+def _loading_early(kernel: Kernel) -> Kernel:
+    metadata = {op.name for op in kernel.ops() if isinstance(op, Pipeline) and op.metadata_of}
+
+    def is_tile(op: Op) -> bool:
+        return isinstance(op, ProducerLoad) and op.pipeline not in metadata
+
+    def changed(block: Block) -> Iterator[Op]:
+        first = list(takewhile(is_tile, block.ops if block.warp_group else ()))
+        for op in block.ops:
+            yield replace(op, early=True) if isinstance(op, ProducerLoad) and op in first else op
+
+    return replace(kernel, blocks=tuple(replace(block, ops=tuple(changed(block))) for block in kernel.blocks))
