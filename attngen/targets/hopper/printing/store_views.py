@@ -13,10 +13,10 @@ from attngen.ir.pipe import ConsumerWait, TmaStore, TmaStoreWait
 from attngen.ir.pipe_control import PipelinedLoop, SemaphoreAcquire, SemaphoreRelease
 from attngen.targets.hopper.configs.barriers import acquire_of
 from attngen.targets.hopper.configs.sm90 import ROWS
-from attngen.targets.hopper.printing.pipeline_views import PipelineContext
+from attngen.targets.hopper.printing.tile_start_views import TileStartContext
 
 
-class StoreContext(PipelineContext):
+class StoreContext(TileStartContext):
     """Builds the views of ops that write outputs."""
 
     def _polls_ahead(self, block: Block) -> bool:
