@@ -193,8 +193,8 @@ MUTATIONS = (
     Mutation(
         "the order of accumulation counts tiles that the call does not have",
         "attngen/tiles/order.py",
-        'tiles, *at_hand = position_of(f"{own}_visits", own, tiles)',
-        "at_hand = []",
+        'tiles, *of_call = position_of(f"{own}_visits", own, tiles)',
+        "of_call = []",
         "tests/ir/test_positions.py tests/test_chunks.py -k causal",
     ),
     Mutation(

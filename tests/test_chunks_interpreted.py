@@ -162,3 +162,19 @@ def test_committed_specs(name: str, device: str) -> None:
     without = make_spec({**plain.canonical(), "dtype": dtypes})
     dtype = getattr(torch, ELEMENTS[dtypes[0]].torch)
     check(of, without, 0, (2 * chunk + 44, 3 * chunk - 20), dtype, device)
+
+
+@pytest.mark.parametrize(
+    "starts, reason",
+    [
+        ([0, 100], r"q_chunks\[1\] is 100; expected a multiple of 64"),
+        ([64, 0], r"q_chunks\[1\] is 0, after 64; expected numbers that never fall"),
+        ([0, 192], r"q_chunks\[1\] is 192; expected a number from 0 to 128"),
+    ],
+)
+def test_wrong_starts_of_chunks_are_refused(starts: list[int], reason: str, device: str) -> None:
+    module = cached_module(spec_of("causal", 64, dtype="fp32", fp32_precision="ieee"))
+    q, k, v = (torch.zeros(1, heads, 128, 16, device=device) for heads in (2, 1, 1))
+    given, right = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, [0, 64]))
+    with pytest.raises(ValueError, match=f"^attention: {reason}: rows of the whole sequence"):
+        module.attention(q, k, v, q_chunks=given, kv_chunks=right, q_len=128, kv_len=128, check=True)

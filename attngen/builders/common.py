@@ -29,7 +29,7 @@ from attngen.ir.grid import KVSplit
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import InputGradient, Read, input_tensors
-from attngen.ir.names import AT_HAND, DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
+from attngen.ir.names import CALL_ROWS, DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
 from attngen.ir.ops import (
     Arg,
     CacheLength,
@@ -148,7 +148,7 @@ class KernelBuilder:
         places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
         bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv", *self.lengths}
         by_keys = (self.signature.masks or symbol("Nk") in named | _symbols(places)) and not self.signature.cache
-        rows = AT_HAND.values() if self.signature.places else ()
+        rows = CALL_ROWS.values() if self.signature.places else ()
         for name in dict.fromkeys(
             (*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *rows, *self.needed_scalars)
         ):
@@ -239,7 +239,7 @@ class KernelBuilder:
     def extent(self, axis: str) -> Any:
         """The number of rows of an axis that a call has."""
         extent = AXIS_EXTENT[axis]
-        return symbol(AT_HAND[extent] if self.signature.places else extent)
+        return symbol(CALL_ROWS[extent] if self.signature.places else extent)
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
         return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)

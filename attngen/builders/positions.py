@@ -17,7 +17,7 @@ from attngen.ir.core import Op, Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import Launch
 from attngen.ir.module import Derived, Input, Module, unit_of
-from attngen.ir.names import AT_HAND, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
+from attngen.ir.names import CALL_ROWS, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
 from attngen.ir.ops import Arg
 from attngen.lang.chunks import chunk_positions
 
@@ -35,7 +35,7 @@ def chunk_inputs(chunk: int) -> tuple[Input, ...]:
             "i32",
             (dim,),
             f"rows of the whole sequence at which the call's chunks of {what} start: multiples of {chunk}, rising",
-            ("least=0", f"most={length}", "rising"),
+            ("least=0", f"most={length}", "rising", f"multiple={chunk}"),
         )
         for (name, dim), what, length in zip(CHUNKS.values(), rows, WHOLE_LENGTHS.values())
     )
@@ -76,9 +76,9 @@ def of_whole_derived(d: Derived) -> Derived:
     return replace(d, shapes=tuple(map(whole, d.shapes)), sources=whole(d.sources))
 
 
-def at_hand(type_: Type) -> Type:
+def with_call_rows(type_: Type) -> Type:
     """Return the type of a tensor that has only the rows of the call."""
-    return replace(type_, dims=tuple(AT_HAND.get(dim, dim) for dim in type_.dims))
+    return replace(type_, dims=tuple(CALL_ROWS.get(dim, dim) for dim in type_.dims))
 
 
 def chunk_args(axis: str, adds: bool) -> list[Arg]:
@@ -92,7 +92,7 @@ def chunk_args(axis: str, adds: bool) -> list[Arg]:
 
 def of_call(type_: Type) -> Type:
     """Return the type of a tensor with the rows of the call, as host programs name its dimensions."""
-    names = {rows: size for size, rows in AT_HAND.items()}
+    names = {rows: size for size, rows in CALL_ROWS.items()}
     return replace(type_, dims=tuple(names.get(dim, dim) for dim in type_.dims))
 
 
@@ -136,7 +136,7 @@ def with_lengths(module: Module) -> Module:
     kernels that compute positions."""
     placing = {kernel.name for kernel in module.kernels if kernel.places}
     sizes = tuple((size, symbol(name)) for size, name in WHOLE_LENGTHS.items())
-    sizes += tuple((rows, symbol(size)) for size, rows in AT_HAND.items())
+    sizes += tuple((rows, symbol(size)) for size, rows in CALL_ROWS.items())
 
     def change(op: Op) -> list[Op]:
         return [replace(op, sizes=(*op.sizes, *sizes)) if isinstance(op, Launch) and op.kernel in placing else op]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from attngen.builders.positions import at_hand, chunk_args
+from attngen.builders.positions import chunk_args, with_call_rows
 from attngen.ir.core import Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.dtypes import QUANTISED
@@ -14,9 +14,9 @@ from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
 from attngen.ir.module import Blocks, Cache, Input, InputGradient
 from attngen.ir.names import (
-    AT_HAND,
     BLOCK_LISTS,
     CACHED,
+    CALL_ROWS,
     FLAT,
     GRADIENTS,
     OUTPUTS,
@@ -124,7 +124,7 @@ def tensor_type(name: str, signature: Signature) -> Type:
     parts = [PAIRS if signature.merges else SHARES[signature.split_axis]] if signature.split_axis and written else []
     heads = "Hkv" if signature.pack_gqa else "Hq" if written and signature.per_query_head else heads
     type_ = Type(tensor_dtype(name), (batch, heads, *parts, *rest[:-1], _column(name, signature)))
-    return at_hand(type_) if signature.places else type_
+    return with_call_rows(type_) if signature.places else type_
 
 
 def cached_type(cache: Cache, name: str, column: str) -> Type:
@@ -159,7 +159,7 @@ def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...
         "element": lambda x: Type("f32", shapes[x.input]),
     }
     made = [(x, types[x.reduction](x)) for x in gradients if x.reduction != "delta"]
-    return [Arg(x.partials, "out", at_hand(type_) if places and x.by_row else type_) for x, type_ in made]
+    return [Arg(x.partials, "out", with_call_rows(type_) if places and x.by_row else type_) for x, type_ in made]
 
 
 def tensor_args(
@@ -205,7 +205,7 @@ def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:
     axis = signature.axis
     heads = SHARINGS[sharing].axis if signature.by_key_head else "h"
     extents = {"h": "Hq", "hkv": "Hkv"}
-    rows = symbol(AT_HAND[AXIS_EXTENT[axis]] if signature.places else AXIS_EXTENT[axis])
+    rows = symbol(CALL_ROWS[AXIS_EXTENT[axis]] if signature.places else AXIS_EXTENT[axis])
     tiles = () if signature.rewrites else (GridAxis(axis, cdiv(rows, symbol(AXIS_DIM[axis]))),)
     parts = (GridAxis(signature.split_axis, symbol(SHARES[signature.split_axis])),) if signature.split_axis else ()
     return *tiles, *parts, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))

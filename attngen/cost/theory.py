@@ -24,7 +24,7 @@ from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import AT_HAND, DIRECTIONS, SHARES, of_sequence
+from attngen.ir.names import CALL_ROWS, DIRECTIONS, SHARES, of_sequence
 from attngen.ir.ops import Arg
 from attngen.targets.registry import backend_of
 from attngen.tiles.sizes import elem_sizes, elements
@@ -36,7 +36,7 @@ BETA = sympy.Symbol("beta", positive=True)  # any constant
 B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names for BLOCK_Q and BLOCK_KV
 ONE_HEAD = {
     **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "queries", *SHARES.values())},
-    **{symbol(name): N for name in ("Nq", "Nk", *AT_HAND.values())},
+    **{symbol(name): N for name in ("Nq", "Nk", *CALL_ROWS.values())},
     **{symbol(name): D for name in ("D_QK", "D_V", *WHOLE)},  # one program has all columns
     **{symbol(name): D / 2 for name in ("PAIRS_QK", "PAIRS_V")},
     symbol("BLOCK_Q"): B_R,
@@ -144,7 +144,7 @@ def _sampled_share(kernel: Kernel) -> Expr:
     """`visible_share` to three digits, from programs spread evenly over many rows, for masks whose bounds have floor
     divisions or selections."""
     rows, programs = 2**28, 1024
-    sizes = {**unbounded(kernel), "BLOCK_Q": 1, "BLOCK_KV": 1, **dict.fromkeys(("Nq", "Nk", *AT_HAND.values()), rows)}
+    sizes = {**unbounded(kernel), "BLOCK_Q": 1, "BLOCK_KV": 1, **dict.fromkeys(("Nq", "Nk", *CALL_ROWS.values()), rows)}
     starts = range(rows // programs // 2, rows, rows // programs)
     seen = sum(int(evaluate(visited(kernel), {**sizes, f"{kernel.program_axis}_start": start})) for start in starts)
     return sympy.Rational(round(1000 * seen / programs / rows), 1000)

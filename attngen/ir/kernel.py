@@ -17,7 +17,7 @@ from attngen.ir.core import Access, Block, Op, Type, WarpGroup
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, first_row
 from attngen.ir.expr import Expr, floordiv, symbol
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis, KVSplit
-from attngen.ir.names import AT_HAND, START_RANKS, STARTS, block_lists
+from attngen.ir.names import CALL_ROWS, START_RANKS, STARTS, block_lists
 from attngen.ir.ops import (
     Arg,
     Base,
@@ -179,17 +179,17 @@ class Kernel:
 
     def extent(self, axis: str) -> str:
         """The name of the number of rows along an axis that a call has."""
-        return AT_HAND[AXIS_EXTENT[axis]] if self.places and axis in STARTS else AXIS_EXTENT[axis]
+        return CALL_ROWS[AXIS_EXTENT[axis]] if self.places and axis in STARTS else AXIS_EXTENT[axis]
 
-    def is_at_hand(self, access: Access, at: int) -> bool:
+    def has_call_rows(self, access: Access, at: int) -> bool:
         """True if a dimension of an access counts the rows of a call that has chunks of a sequence."""
         tensor, index = self.through(access)
         assert isinstance(tensor, Arg)
-        return tensor.type.dims[len(index) - len(access.index) + at] in AT_HAND.values()
+        return tensor.type.dims[len(index) - len(access.index) + at] in CALL_ROWS.values()
 
     def first_row(self, access: Access, at: int, axis: str) -> str:
         """The name of the first row of the current tile of an axis, in a dimension of an access."""
-        return first_row(axis, self.is_at_hand(access, at))
+        return first_row(axis, self.has_call_rows(access, at))
 
     @cached_property
     def variables(self) -> frozenset[str]:

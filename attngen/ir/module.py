@@ -21,7 +21,7 @@ DEFAULT_BACKEND = "triton"  # of attngen/targets
 LARGEST_UNIT = 64  # rows of a unit of a chunk: no tile of the Hopper kernels is shorter
 
 
-PROMISES = ("least", "most", "first", "rising")  # options of an input that are promises about its data
+PROMISES = ("least", "most", "first", "rising", "multiple")  # options of an input that are promises about its data
 
 
 def unit_of(chunk: int) -> int:
@@ -42,7 +42,7 @@ class Input:
     are refused; `size`, it is the length of the dimension with its name, and a call passes it along with the tensor.
     For a tensor of integers, options are promises about its data, which a call checks on request: `least=n` and
     `most=SIZE`, of each number; `first=n`, the first number of each row; `rising`, numbers never decrease along the
-    last dimension."""
+    last dimension; `multiple=n`, each number is a multiple of n."""
 
     name: str
     dtype: str

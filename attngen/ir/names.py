@@ -279,7 +279,7 @@ FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 STARTS = {"q": ("Q_STARTS", ("Uq",)), "kv": ("KV_STARTS", ("Uk",))}
 START_RANKS = {"q": ("Q_START_RANK", ("Wq1",)), "kv": ("KV_START_RANK", ("Wk1",))}
 CHUNKS = {"q": ("q_chunks", "Cq"), "kv": ("kv_chunks", "Ck")}  # inputs of a call: where its chunks start
-AT_HAND = {"Nq": "Rq", "Nk": "Rk"}  # rows of a sequence -> those that a call with chunks has
+CALL_ROWS = {"Nq": "Rq", "Nk": "Rk"}  # rows of a sequence -> those that a call with chunks has
 WHOLE_LENGTHS = {"Nq": "q_len", "Nk": "kv_len"}  # rows of a sequence -> what host programs of such calls call them
 LENGTHS_OF_WHOLE = {name: size for size, name in WHOLE_LENGTHS.items()}
 

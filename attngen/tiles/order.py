@@ -40,8 +40,8 @@ def order_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[Op] 
     """
     number = floordiv(symbol(first_row(own, places)), symbol(AXIS_DIM[own]))
     if places:
-        tiles, *at_hand = position_of(f"{own}_visits", own, tiles)
-        counts = (*counts, *at_hand)
+        tiles, *of_call = position_of(f"{own}_visits", own, tiles)
+        counts = (*counts, *of_call)
     if blocks is None:
         return Order(tiles - 1 - number, tuple(counts))
     loop = "kv" if own == "q" else "q"

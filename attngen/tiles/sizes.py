@@ -14,7 +14,7 @@ from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.names import AT_HAND, WHOLE_LENGTHS
+from attngen.ir.names import CALL_ROWS, WHOLE_LENGTHS
 from attngen.ir.ops import Load
 from attngen.tiles.tiles import evaluate
 
@@ -100,7 +100,7 @@ def lengths(module: Module, n_q: int, n_kv: int) -> dict[str, int]:
     for (size, rows), short in zip((*found.items(),), "qk"):
         chunks = -(-rows // module.chunk)
         units = chunks * (module.chunk // module.unit)
-        found |= {AT_HAND[size]: rows, WHOLE_LENGTHS[size]: rows}
+        found |= {CALL_ROWS[size]: rows, WHOLE_LENGTHS[size]: rows}
         found |= {f"C{short}": chunks, f"U{short}": units, f"W{short}1": units + 1}
     return found
 

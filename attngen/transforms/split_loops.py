@@ -90,9 +90,9 @@ def _split(kernel: Kernel) -> Kernel:
         bounds, ends = _name_bounds(kernel, op)
         loops: list[Op] = [*bounds]
         if kernel.places:
-            at_hand = {e: position_of(f"{op.var}_{e}_at" if e.is_Integer else f"{e}_at", op.var, e) for e in ends}
-            loops += (made for _, *ops in at_hand.values() for made in ops)
-            ends = [at_hand[e][0] for e in ends]
+            of_call = {e: position_of(f"{op.var}_{e}_at" if e.is_Integer else f"{e}_at", op.var, e) for e in ends}
+            loops += (made for _, *ops in of_call.values() for made in ops)
+            ends = [of_call[e][0] for e in ends]
         count = len(loops)
         carry = op.carry
         runs = [ends[i : i + 4] for i in range(0, len(ends), 4)]

@@ -15,7 +15,7 @@ from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import AT_HAND, AXES, PAIRS, ROW_AXES
+from attngen.ir.names import AXES, CALL_ROWS, PAIRS, ROW_AXES
 from attngen.ir.ops import (
     Append,
     Arg,
@@ -69,7 +69,7 @@ def _letters(module: Module, kernel: Kernel) -> dict[str, Any]:
     """The index into each other dimension."""
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in ("Hq", "Hkv")}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items() if axis not in SPLIT_DIM}
-    letters |= {AT_HAND[extent]: symbol(axis) for axis, extent in AXIS_EXTENT.items() if extent in AT_HAND}
+    letters |= {CALL_ROWS[extent]: symbol(axis) for axis, extent in AXIS_EXTENT.items() if extent in CALL_ROWS}
     letters |= {"items": combined_work_items() if kernel.combines_splits else work_item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     if sharing_axes(kernel.grid):

@@ -25,7 +25,7 @@ from attngen.ir.names import (
 from attngen.ir.printer import print_module
 
 _OF_CHUNKS = ("q_len", "kv_len", "Cq", "Ck")  # dimensions of inputs in modules whose calls have chunks of a sequence
-_OPTIONS = r"grad|broadcast|size|(least|first)=-?\d+|most=(Nq|Nk|q_len|kv_len)|rising"
+_OPTIONS = r"grad|broadcast|size|(least|first)=-?\d+|multiple=[1-9]\d*|most=(Nq|Nk|q_len|kv_len)|rising"
 
 
 def verify_interface(module: Module) -> Module:
@@ -85,7 +85,7 @@ def _inputs(module: Module) -> Iterator[str]:
     for i in module.inputs:
         for option in i.options:
             if not re.fullmatch(_OPTIONS, option):
-                known = "grad, broadcast, size, least=n, most=Nq, most=Nk, first=n or rising"
+                known = "grad, broadcast, size, least=n, most=Nq, most=Nk, first=n, rising or multiple=n"
                 yield f"`input {i.name}` has the option `{option}`; expected {known}"
         if i.promises and i.dtype != "i32":
             option = next(iter(i.promises))

@@ -13,7 +13,7 @@ from attngen.ir.expr_text import to_text
 from attngen.ir.host import Alloc, Host, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.names import AT_HAND, SHAPES, START_RANKS, STARTS, WHOLE_LENGTHS
+from attngen.ir.names import CALL_ROWS, SHAPES, START_RANKS, STARTS, WHOLE_LENGTHS
 from attngen.ir.ops import Arg, ListPosition
 from attngen.tiles.tiles import tile_loops
 
@@ -37,9 +37,9 @@ def positions(module: Module, kernel: Kernel) -> Iterator[str]:
     for arg in (arg for arg in kernel.args if arg.role in TENSORS):
         if (expected := _ARGUMENTS.get(arg.name)) and (arg.type.dtype, arg.type.dims) != ("i32", expected):
             yield f"%{arg.name} is {arg.type.dtype}[{', '.join(arg.type.dims)}]; expected i32[{', '.join(expected)}]"
-        if arg.name in SHAPES and (wrong := set(arg.type.dims) & {*AT_HAND}):
+        if arg.name in SHAPES and (wrong := set(arg.type.dims) & {*CALL_ROWS}):
             yield f"%{arg.name} has {', '.join(sorted(wrong))} rows; expected those of the call, Rq or Rk"
-        if arg.name.lower() in module.tensors_of_kernels and (wrong := set(arg.type.dims) & {*AT_HAND.values()}):
+        if arg.name.lower() in module.tensors_of_kernels and (wrong := set(arg.type.dims) & {*CALL_ROWS.values()}):
             yield f"%{arg.name} has {', '.join(sorted(wrong))} rows; expected those of the whole sequence"
     for loop in tile_loops(kernel) if module.phase != "logical" else []:
         for e in (e for pair in loop.ranges for e in pair):
@@ -66,7 +66,7 @@ def _is_position(kernel: Kernel, e: Expr, axis: str) -> bool:
 def lengths(op: Launch, kernel: Kernel) -> Iterator[str]:
     """A launch of a kernel that computes positions passes it the lengths of the whole sequence, and the call's rows."""
     expected = {size: symbol(name) for size, name in WHOLE_LENGTHS.items()}
-    expected |= {rows: symbol(size) for size, rows in AT_HAND.items()}
+    expected |= {rows: symbol(size) for size, rows in CALL_ROWS.items()}
     given = {name: symbol(name) for name in expected} | dict(op.sizes)
     for name, e in expected.items() if kernel.places else ():
         if given[name] != e:

@@ -1971,13 +1971,14 @@ def promised(
     most: int | torch.Tensor | None = None,
     first: int | None = None,
     rising: bool = False,
+    multiple: int = 1,
     rows: torch.Tensor | None = None,
 ) -> Promises:
     """Return the promises of an integer input `x`.
 
     least, most: bounds of each number; `most` may be a tensor that broadcasts to x. first: the first number of each
-    row. rising: numbers never fall along a row. rows: int [B], how many numbers of each row of x [B, n] are checked;
-    None: all.
+    row. rising: numbers never fall along a row. multiple: each number is a multiple of it. rows: int [B], how many
+    numbers of each row of x [B, n] are checked; None: all.
     """
     found: list[Promise] = []
     counts = (
@@ -2017,6 +2018,9 @@ def promised(
         outside = outside if least is None else outside | (x < least)
         outside = outside if most is None else outside | (x > most)
         found.append((outside & counts, bounds))
+    if multiple > 1:
+        rest = (x % multiple != 0) & counts
+        found.append((rest, lambda *at: f"{given(*at)}; expected a multiple of {multiple}: {meaning}"))
     return found
 
 
