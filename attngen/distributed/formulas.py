@@ -32,7 +32,7 @@ FORMULAS: dict[str, Expr] = {
     "forward FLOPs": 2 * B * HQ / U * (D_QK + D_V) * SCORES,
     "backward FLOPs": 2 * B * HQ / U * (3 * D_QK + 2 * D_V) * SCORES,
     "tiles": B * HQ / U * ROWS / PLANNED_TILE,
-    "bytes of queries that a backward streams": ROWS * (ELEM * (D_QK + D_V) + PART * D_QK),
+    "bytes of a head's queries that a backward streams": ROWS * (ELEM * (D_QK + D_V) + PART * D_QK),
     "bytes of q, k, v to the ranks of other heads": _OTHERS * ELEM * (HQ * D_QK + HKV * (D_QK + D_V)),
     "bytes of out, LSE back from them": _OTHERS * HQ * (ELEM * D_V + STATISTIC),
     "bytes of dO to them": _OTHERS * ELEM * HQ * D_V,

@@ -237,12 +237,12 @@ class _Ranks:
         # Tiles of keys stream through the L2 once for all programs of a head in flight.
         loads = flops / PLANNED_TILE * self.known["elem"] / 2
         hbm = self.of(f"{which} HBM bytes at least") * share + loads / max(1, self.device.sms // SWIZZLE)
-        streamed = self.of("bytes of queries that a backward streams", rows=np.minimum(longest, self.held))
+        streamed = self.of("bytes of a head's queries that a backward streams", rows=np.minimum(longest, self.held))
         missing = 1 - np.minimum(1.0, SWIZZLE_GROUP_BYTES / np.maximum(1.0, streamed))
         products = run * (1 + STREAMED[which] * missing)
         tiles = self.of("tiles", rows=keys if backward else np.minimum(self.held, keys))
         computing = self._scores_seconds(which, run, products) + tiles * TILE_SECONDS[which] / self.device.sms
-        seconds = np.maximum(computing, hbm / self.device.hbm_bytes_per_s) + LAUNCH_SECONDS * (scores > 0)
+        seconds = np.maximum(computing, hbm / self.device.hbm_bytes_per_s) + LAUNCH_SECONDS
         return flops, hbm, seconds * (scores > 0)
 
     def _scores_seconds(self, which: str, scores: Array, products: Array) -> Array:

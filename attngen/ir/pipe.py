@@ -132,7 +132,7 @@ class WriteTileStart(Op):
     """Write the number that load_tile_start loaded to a pipeline of metadata. The load of the tile comes next.
 
     when: `partial`, it is needed only for partial tiles, and for a full tile that @first of a pipelined loop masks (see
-        masked_full_tiles); `always`, for all tiles. For other tiles neither op does anything.
+        masked_full_tiles); `always`, for all tiles. Loops of full tiles alone write none for others.
     """
 
     pipeline: str = field(metadata=OPERAND)
@@ -170,7 +170,7 @@ class ReadTileStart(Op):
 
     pipeline: the pipeline of metadata to which write_tile_start writes it.
     tile: the tile.
-    when: as in write_tile_start; the op does nothing in tiles for which nothing was written.
+    when: as in write_tile_start; for other tiles the number is that of another tile.
     """
 
     pipeline: str = field(metadata=OPERAND)

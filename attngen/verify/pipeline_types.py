@@ -148,6 +148,9 @@ def _early_errors(kernel: Kernel, op: ProducerLoad) -> Iterator[str]:
         yield "is issued early; expected one of the first ops of a warp group"
     if known := sorted(kernel.scalars_of(op) & {o.name for o in kernel.block("entry").ops if not isinstance(o, Arg)}):
         yield f"is issued before %{known[0]} is computed, which it needs"
+    tiles = {o.name for o in kernel.ops() if isinstance(o, ConsumerWait) and o.pipeline == op.pipeline}
+    if any(isinstance(o, ConsumerRelease) and o.value in tiles for o in kernel.ops()):
+        yield f"is issued early, and a stage of %{op.pipeline} is released for another load; expected one load for it"
 
 
 def _tile_indices_errors(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from attngen.certify.certificate import why_not
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
+from attngen.targets.common.base import CompileReport
+from attngen.targets.hopper.toolchain.compiler import compile_all, job
+from attngen.targets.hopper.toolchain.resources import sram_bytes
 from attngen.verify import verify
 from tests import chunks
+from tests import record as known_reports
 from tests.helpers import stages_of
 from tests.hopper.common import edited_module
 from tests.hopper.texts import texts_of
@@ -25,6 +31,10 @@ REFUSED = {
             "    producer_load %K_pipeline %K[b, hkv, kv, d_qk]\n",
         ),
         "is issued early; expected one of the first ops of a warp group",
+    ),
+    "into a stage that is loaded again": (
+        ("    scheduler_barrier tail\n", "    consumer_release %k_all\n    scheduler_barrier tail\n"),
+        "is issued early, and a stage of %K_pipeline is released for another load",
     ),
     "of a place that is not known": (
         ("%K[b, hkv, kv, d_qk] early(yes)", "%K[b, q_first, kv, d_qk] early(yes)"),
@@ -56,3 +66,15 @@ def test_early_loads_come_before_the_lookups() -> None:
     places = [kernel.index(word) for word in order]
     assert places == sorted(places)
     assert "_tma_load(K," not in source.partition("\ndef bwd_producer(")[2].partition("\ndef bwd_consumer(")[0]
+
+
+def test_the_compiled_kernel_has_the_predicted_shared_memory_and_a_certificate(tmp_path: Path) -> None:
+    spec = chunks.spec_of("causal", head_dim=128, schedule={"backend": "hopper"}, dtype="bf16")
+    module = stages_of(spec)["legalize-gluon"]
+    (kernel,) = (k for k in module.warp_specialized if k.name == "bwd")
+    file, (config, *_) = tmp_path / "hopper.py", module.configs("bwd", "hopper")
+    file.write_text(render(module)["hopper.py"], encoding="utf-8")
+    (report,) = known_reports.compile_all(compile_all, [job(module, kernel, config, file)], 1)
+    assert isinstance(report, CompileReport), report
+    assert sram_bytes(module, kernel, config) == report.shared_bytes
+    assert why_not(module, kernel, config, report) is None

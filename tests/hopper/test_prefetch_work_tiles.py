@@ -47,6 +47,6 @@ def test_one_function_places_the_first_work_tile_and_the_next() -> None:
         stages_of(chunks.spec_of("window", head_dim=128, schedule={"backend": "hopper"}))["legalize-gluon"]
     )["hopper.py"]
     assert re.findall(r"= fwd_tile\(\s*([\w.]+)\(", source) == ["gl.program_id", "_broadcast"]
-    (returned,) = re.findall(r"    _q_row = gl.where\(work_tile < TILES, _q_row, -1\)\n    return \((.*)\)", source)
+    (returned,) = re.findall(r"    _q_row = gl.where\(_number < TILES, _q_row, -1\)\n    return \((.*)\)", source)
     numbers = ["_q_row", "q_start", "h", "b", "kv_first_at", "kv_full_first_at", "kv_full_end_at", "kv_end_at"]
     assert returned.split(", ") == numbers

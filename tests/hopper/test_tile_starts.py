@@ -13,7 +13,7 @@ from tests.hopper.common import edited_module
 from tests.hopper.texts import texts_of
 
 WINDOW = texts_of("window of chunks", "fwd")
-WRITE = "    write_tile_start %KV_START_pipeline %kv_tile_start when(partial)\n"
+WRITE = "    write_tile_start %KV_START_pipeline %_kv_tile_start when(partial)\n"
 TILE = "    producer_load %K_pipeline %K[b, h, kv, d_qk]\n"
 REFUSED = {
     "no start": (
@@ -28,7 +28,7 @@ REFUSED = {
     ),
     "a start in the stages of tiles": (
         WRITE,
-        WRITE + "    write_tile_start %K_pipeline %kv_tile_start\n",
+        WRITE + "    write_tile_start %K_pipeline %_kv_tile_start\n",
         "expected a pipeline of metadata with one number for each tile",
     ),
     "the start of another tile": (

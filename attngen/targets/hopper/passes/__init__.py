@@ -25,7 +25,7 @@ here, and leaves some of these as they are, as its docstring says:
 20. split-dq-reduction          bwd                 two warps that add tiles of dQ alternate
 21. stage-tile-starts           fwd, bwd, separate  positions of tiles in the whole sequence come with the tiles
 22. prefetch-work-tiles         fwd                 the next work tile is fetched between the loops of loads
-23. load-before-lookups         bwd, separate       the program's own tiles are loaded before tables are read
+23. load-before-lookups         fwd, bwd, separate  the program's own tiles are loaded before its ranges are known
 24. legalize-gluon              all                 register layouts, pins at waits, TMA stores, pointers of heads
 
 fwd is the forward, mla MLA decode, jvp forward-mode differentiation, bwd the fused backward; dq, dk and dv are the

@@ -1,4 +1,4 @@
-"""load-before-lookups: issue a program's first loads before it looks up which tiles it visits.
+"""load-before-lookups: issue a program's first loads before it computes which tiles it visits.
 
 If calls have chunks of a sequence, a program that is not persistent starts with lookups, each of which needs the one
 before: where its tile lies, for documents the bounds of its rows, and how many of the call's tiles are before these
@@ -10,7 +10,7 @@ before:  warp_group @producer                              after:  warp_group @p
            producer_load %V_pipeline %V[b, hkv, kv, d_v]             producer_load %V_pipeline %V[...] early(yes)
            %copy_total = pipelined_loop q ...                        %copy_total = pipelined_loop q ...
 
-Persistent kernels look places up for the next work tile while they compute one (prefetch-work-tiles).
+Persistent kernels run ahead: most look up the place of the next work tile while they compute one (prefetch-work-tiles).
 """
 
 from __future__ import annotations

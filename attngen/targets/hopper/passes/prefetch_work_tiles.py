@@ -39,7 +39,7 @@ class PrefetchWorkTiles(Pass):
 
 def _prefetching(kernel: Kernel) -> Kernel:
     work = next((op for op in kernel.ops() if isinstance(op, WorkLoop) and op.fetches), None)
-    if work is None or not kernel.places or kernel.adds_in_order:
+    if work is None or not kernel.places or kernel.adds_in_order or kernel.kv_split:
         return kernel
     body = kernel.block(work.body)
     loops = [at for at, op in enumerate(body.ops) if isinstance(op, Loop)]

@@ -7,8 +7,8 @@ before:  block @copy                                   after:  block @entry
            producer_load %K_pipeline %K[b, h, kv, d_qk]          %KV_START_pipeline = pipeline stages(num_stages)
                                                                    metadata_of(%K_pipeline) : i32[] @sram
                                                                block @copy
-                                                                 %kv_tile_start = load_tile_start : i32[] @reg
-                                                                 write_tile_start %KV_START_pipeline %kv_tile_start
+                                                                 %_kv_tile_start = load_tile_start : i32[] @reg
+                                                                 write_tile_start %KV_START_pipeline %_kv_tile_start
                                                                    when(partial)
                                                                  producer_load %K_pipeline %K[b, h, kv, d_qk]
          block @step                                           block @step
@@ -98,7 +98,7 @@ def _staged(kernel: Kernel) -> Kernel:
     start = Pipeline(
         f"{kernel.loop_axis.upper()}_START_pipeline", Type("i32", (), "sram"), tiles.stages, metadata_of=tiles.name
     )
-    load = LoadTileStart(f"{kernel.loop_axis}_tile_start", Type("i32", (), "reg"))
+    load = LoadTileStart(f"_{kernel.loop_axis}_tile_start", Type("i32", (), "reg"))
 
     def changed(block: Block) -> Iterator[Op]:
         if block is copy:

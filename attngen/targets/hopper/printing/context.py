@@ -87,12 +87,9 @@ class WarpSpecializedContext(WarpGroupContext):
             dtype=f"{self._output()}.dtype",
             ctas_per_sm=self.kernel.ctas_per_sm,
             persistent=self.kernel.is_persistent,
-            words=names_in(nodes) | {word for warp_group in warp_groups for word in names_in(warp_group.nodes)},
+            words=names_in(nodes).union(*(warp_group.words for warp_group in warp_groups)),
             described=self._described_tensors(portable.params),
         )
-
-    def _early(self) -> list[ProducerLoad]:
-        return [op for op in self.kernel.ops() if isinstance(op, ProducerLoad) and op.early]
 
     def _described_tensors(self, params: list[str]) -> list[tuple[str, ...]]:
         """Tensors that TMA reads or writes: position among the parameters, rows per copy, and columns if not all."""

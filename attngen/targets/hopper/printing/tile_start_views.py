@@ -48,5 +48,5 @@ class TileStartContext(PipelineContext):
         number of another tile, and use it nowhere."""
         wait = self.kernel.op(op.tile)
         assert isinstance(wait, ConsumerWait)
-        stage = self._stage(wait.pipeline)["index"]
+        stage = self._stage(wait.pipeline, "_WARP_GROUP")["index"]
         return {"lines": [f"{self.loop}_start = _read_index({self._short(op.pipeline)}_smem.index({stage}))"]}

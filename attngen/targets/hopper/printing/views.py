@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from attngen.targets.printing.views import Node
+from attngen.targets.printing.views import Node, names_in
 
 
 @dataclass
@@ -29,7 +30,7 @@ class PipelineView:
 
 @dataclass
 class TileFunctionView:
-    """A function that returns the integers of a work tile, in a kernel whose producer prefetches them.
+    """A function that returns the place of a work tile and its scalars, in a kernel whose producer prefetches them.
 
     The first result is -1 if no tile has the number.
     """
@@ -57,6 +58,15 @@ class WarpGroupView:
     meets: bool  # its threads take part in the named barriers of reused stages
     constants: list[str]  # THREADS; and _WARP_GROUP, the number of the instance, if instances differ
     of_tile: TileFunctionView | None
+
+    @property
+    def words(self) -> set[str]:
+        """Every word in its ops and in those of its function of a tile."""
+        if self.of_tile is None:
+            return names_in(self.nodes)
+        return (
+            names_in(self.nodes) | names_in(self.of_tile.nodes) | set(re.findall(r"\w+", " ".join(self.of_tile.lines)))
+        )
 
 
 @dataclass

@@ -80,7 +80,7 @@ class WarpGroupContext(WgmmaContext):
         ]
         persistent = self.kernel.is_persistent
         given = [
-            *params,
+            *(name for name in params if name not in self._loaded_early()),
             *entry,
             *([] if persistent else tile_coordinates(self.kernel)),
             *shared,
@@ -112,8 +112,9 @@ class WarpGroupContext(WgmmaContext):
         )
 
     def _tile_function(self, work: Node, known: list[Node], params: list[str]) -> TileFunctionView | None:
-        """The function that computes a work tile's integers, if the body of the work loop prefetches the next tile. The
-        loop calls it for the first tile, and where the body prefetches."""
+        """The function that computes a work tile's place and scalars, if the body of the work loop prefetches the next
+        tile. The loop calls it for the first tile, and where the body prefetches. Names that it adds begin with `_`,
+        which no parameter of a spec does."""
         prefetch = next((node for node in work.body if node.kind == "prefetch_tile"), None)
         if prefetch is None:
             return None
@@ -125,12 +126,21 @@ class WarpGroupContext(WgmmaContext):
         given = [name for name in params if name in words]
         tiles = [name for name in ("BLOCK_Q", "BLOCK_KV") if name in words]
         kept = [f"{name} = _rematerialize({name})" for name in given if name in self._integers()]
-        clamp = ["work_tile = pid", "pid = gl.minimum(pid, TILES - 1)"]
+        clamp = ["pid = gl.minimum(_number, TILES - 1)"]
         name = f"{self.kernel.name}_tile"
-        following = [f"next_{result.lstrip('_')}" for result in results]
+        following = [f"_next_{result.lstrip('_')}" for result in results]
         call = {"name": name, "args": [*given, "TILES", *tiles], "results": results, "next": following}
         work.text["place"], work.text["call"], prefetch.text["call"] = [], call, call
         return TileFunctionView(name, given, tiles, [*kept, *clamp, *lines], known, results)
+
+    def _early(self) -> list[ProducerLoad]:
+        """The loads that the kernel issues before its warp groups start."""
+        return [op for op in self.kernel.ops() if isinstance(op, ProducerLoad) and op.early]
+
+    def _loaded_early(self) -> set[str]:
+        """The tensors that only these loads read. No warp group takes them."""
+        early = {op.name for op in self._early()}
+        return {op.src.tensor for op in self._early() if {*self.kernel.graph.successors(op.src.tensor)} <= early}
 
     def _integers(self) -> set[str]:
         """The kernel's scalar arguments that are integers."""

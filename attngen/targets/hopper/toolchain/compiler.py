@@ -34,7 +34,7 @@ from attngen.targets.hopper.configs.barriers import mma_warp_groups
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
 from attngen.targets.hopper.configs.sm90 import COUNTER
 from attngen.targets.hopper.toolchain.reuse import reused
-from attngen.targets.hopper.toolchain.sass import Part, parts
+from attngen.targets.hopper.toolchain.sass import OUTSIDE, Part, parts
 from attngen.tiles.launches import launch_options
 from attngen.tiles.sizes import tile_width
 
@@ -177,7 +177,7 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: in
     """
     code = parse(text)
     of: dict[str, list[Part]] = {warp_group: [] for warp_group, _ in marks}
-    for part in parts(code, sums):
+    for part in (part for part in parts(code, sums) if part.registers != OUTSIDE):
         warp_group = next((warp_group for warp_group, op in marks if part.ops[op]), None)
         if warp_group is not None:
             of[warp_group].append(part)
