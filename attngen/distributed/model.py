@@ -124,9 +124,9 @@ def _layout(visible: Visible, groups: int) -> Layout:
 
 
 @lru_cache(maxsize=32)  # layouts of a few sequences, which hold large arrays
-def _flow(visible: Visible, layout: Layout) -> tuple[Array, Array, Array, Array]:
-    """Return, for groups r and s: rows of s that r needs, scores of r's queries with s's keys, of one head; and for
-    each group the rows of its longest query, and the scores of partial tiles."""
+def _flow(visible: Visible, layout: Layout) -> tuple[Array, Array, Array, Array, Array]:
+    """Return, for groups r and s: rows of s that r needs, queries of r that see keys of s, scores of r's queries with
+    s's keys, of one head; and for each group the rows of its longest query, and the scores of partial tiles."""
     owner = np.zeros((layout.chunks, layout.ranks))
     owner[np.arange(layout.chunks), list(layout.owner)] = 1
     by_group = np.stack([visible.scores[list(own)].sum(0, dtype=np.float64) for own in layout.owned]) / visible.planes
@@ -136,7 +136,9 @@ def _flow(visible: Visible, layout: Layout) -> tuple[Array, Array, Array, Array]
     longest = np.array([row[list(own)].max(initial=0.0) for own in layout.owned])
     tile = min(PLANNED_TILE, visible.chunk)
     edges = np.array([partial[list(own)].sum() for own in layout.owned]) * visible.chunk * tile / 2.0
-    return rows_between(visible, layout), by_group @ owner, longest, edges
+    sees = ((visible.scores > 0) @ owner > 0) * visible.weights[:, None]
+    queries = np.stack([sees[list(own)].sum(0) for own in layout.owned])
+    return rows_between(visible, layout), queries, by_group @ owner, longest, edges
 
 
 def predict(
@@ -166,7 +168,7 @@ class _Ranks:
     ) -> None:
         self.cluster, self.method, self.size = cluster, method, size
         self.device, self.links = DEVICES[cluster.device], LINKS[cluster.device]
-        self.rows, self.scores, self.longest, self.edges = _flow(visible, layout)
+        self.rows, self.queries, self.scores, self.longest, self.edges = _flow(visible, layout)
         self.groups = layout.ranks
         node = np.arange(self.groups) * size // cluster.gpus
         others = ~np.eye(self.groups, dtype=bool)
@@ -225,8 +227,8 @@ class _Ranks:
         found: Array = np.maximum(received, sent)
         return found
 
-    def _launch(self, scores: Array, keys: Array, backward: bool) -> tuple[Array, Array, Array]:
-        """Return FLOPs, HBM bytes and seconds of a launch of each rank, of queries with some scores and keys."""
+    def _launch(self, scores: Array, queries: Array, keys: Array, backward: bool) -> tuple[Array, Array, Array]:
+        """Return FLOPs, HBM bytes and seconds of a launch of each rank, with some scores, queries and keys."""
         which = "backward" if backward else "forward"
         share = scores / np.maximum(1.0, self.known["scores"])
         programs = self.known["B"] * self.known["Hq"] / self.size  # of one tile of queries
@@ -240,7 +242,7 @@ class _Ranks:
         streamed = self.of("bytes of a head's queries that a backward streams", rows=np.minimum(longest, self.held))
         missing = 1 - np.minimum(1.0, SWIZZLE_GROUP_BYTES / np.maximum(1.0, streamed))
         products = run * (1 + STREAMED[which] * missing)
-        tiles = self.of("tiles", rows=keys if backward else np.minimum(self.held, keys))
+        tiles = self.of("tiles", rows=keys if backward else queries)
         computing = self._scores_seconds(which, run, products) + tiles * TILE_SECONDS[which] / self.device.sms
         seconds = np.maximum(computing, hbm / self.device.hbm_bytes_per_s) + LAUNCH_SECONDS
         return flops, hbm, seconds * (scores > 0)
@@ -260,7 +262,7 @@ class _Ranks:
             else (("bytes of q, k, v to the ranks of other heads",), ("bytes of out, LSE back from them",))
         )
         exchanges = [self._exchange(*names) for names in (into, out)]
-        flops, hbm, whole = self._launch(self.known["scores"], self.held + self.known["received"], backward)
+        flops, hbm, whole = self._launch(self.known["scores"], self.held, self.held + self.known["received"], backward)
         steps = self._steps(self.inside, backward), self._steps(self.outside, backward)
         seconds = sum((self._seconds(*bytes_, REACHED_GATHER) for bytes_ in exchanges), np.zeros(self.groups))
         if "ring" in self.method:
@@ -273,7 +275,8 @@ class _Ranks:
     def _ring_seconds(self, backward: bool) -> Array:
         """Return the time of the steps of a ring: of each, the launch or the transfer for the next, whichever is
         longer; in a backward this transfer also has the gradients of the step before. Those of the last step follow."""
-        launches = self._launch(self._by_step(self.scores), self._by_step(self.rows), backward)[2]
+        scores, queries, keys = (self._by_step(pairs) for pairs in (self.scores, self.queries, self.rows))
+        launches = self._launch(scores, queries, keys, backward)[2]
 
         # A step's gradients are sent in the next one; those of step 0 are the rank's own.
         nvlink, network = (
