@@ -25,7 +25,7 @@ _MOST_GROUPS = 8  # in flight, of which a part keeps track
 Groups = tuple[bool, ...]  # products in flight, oldest first: whether each is of weights
 
 
-OUTSIDE = 256  # registers of the launch's warps before the warp groups start and after they end
+OUTSIDE = 256  # registers of the launch's warps before the warp groups start and after they end, and of some consumers
 
 
 @dataclass(frozen=True)
