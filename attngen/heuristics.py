@@ -120,13 +120,13 @@ WIDE = 128  # width from which an accumulator's loop has no registers to spare (
 
 # Of a launch: the share of the peak that its products reach; FLOPs that take as long as all else that is done for a
 # score, the exponential above all; seconds of an SM for a tile of one head's queries (forward) or keys (backward),
-# beside the products; and the share by which products take longer if what programs stream is not in the L2. Fitted to
-# 22 measurements on one H200, causal, windows and documents, head_dim 64 and 128, 8k to 128k rows, and the work of
-# single ranks of 2 and 8, which they give within 10% (docs/perf-log.md, section 41).
+# besides the products; and the share by which products of a backward take longer if its queries are not in the L2.
+# Fitted to 22 measurements on one H200, causal, windows and documents, head_dim 64 and 128, 8k to 128k rows, and the
+# work of single ranks of 2 and 8, which they give within 10% (docs/perf-log.md, section 41).
 REACHED = {"forward": 0.9, "backward": 0.585}
 SCORE_FLOPS = {"forward": 170, "backward": 32}
 TILE_SECONDS = {"forward": 2.9e-6, "backward": 8.5e-6}
-STREAMED = {"forward": 0.0, "backward": 0.14}
+STREAMED = 0.14
 # Share of a link's bytes/s that transfers reach. NVLink: measured on two H200, 246 GB/s in an all-gather, 273 GB/s in
 # sends both ways, of 450. Between nodes: assumed, not measured.
 REACHED_GATHER, REACHED_SEND, REACHED_NETWORK = 246 / 450, 273 / 450, 0.9

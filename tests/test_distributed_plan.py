@@ -319,7 +319,7 @@ def test_predictions_respect_the_lower_bounds(name: str) -> None:
             assert found.forward.seconds >= least.seconds
             if found.ulysses == 1:
                 assert moved >= 0.99 * least.queries_stay_bytes
-            assert 0 < found.efficiency <= 1 + STREAMED["backward"]
+            assert 0 < found.efficiency <= 1 + STREAMED
 
 
 def test_the_choice_follows_the_mask() -> None:

@@ -23,7 +23,7 @@ from attngen.devices import DEVICES, LINKS
 from attngen.distributed.balance import balance
 from attngen.distributed.formulas import FORMULAS
 from attngen.distributed.layout import Layout
-from attngen.distributed.transfers import Method, check_method, rows_between
+from attngen.distributed.transfers import Method, check_method, held_by_rank, queries_between, rows_between
 from attngen.distributed.visible import Visible
 from attngen.errors import AttngenError
 from attngen.heuristics import (
@@ -127,8 +127,6 @@ def _layout(visible: Visible, groups: int) -> Layout:
 def _flow(visible: Visible, layout: Layout) -> tuple[Array, Array, Array, Array, Array]:
     """Return, for groups r and s: rows of s that r needs, queries of r that see keys of s, scores of r's queries with
     s's keys, of one head; and for each group the rows of its longest query, and the scores of partial tiles."""
-    owner = np.zeros((layout.chunks, layout.ranks))
-    owner[np.arange(layout.chunks), list(layout.owner)] = 1
     by_group = np.stack([visible.scores[list(own)].sum(0, dtype=np.float64) for own in layout.owned]) / visible.planes
     full = visible.planes * visible.weights[:, None] * visible.weights[None]
     partial = ((visible.scores > 0) & (visible.scores < full)).sum(1)
@@ -136,9 +134,8 @@ def _flow(visible: Visible, layout: Layout) -> tuple[Array, Array, Array, Array,
     longest = np.array([row[list(own)].max(initial=0.0) for own in layout.owned])
     tile = min(PLANNED_TILE, visible.chunk)
     edges = np.array([partial[list(own)].sum() for own in layout.owned]) * visible.chunk * tile / 2.0
-    sees = ((visible.scores > 0) @ owner > 0) * visible.weights[:, None]
-    queries = np.stack([sees[list(own)].sum(0) for own in layout.owned])
-    return rows_between(visible, layout), queries, by_group @ owner, longest, edges
+    scores = by_group @ held_by_rank(layout)
+    return rows_between(visible, layout), queries_between(visible, layout), scores, longest, edges
 
 
 def predict(
@@ -239,13 +236,17 @@ class _Ranks:
         # Tiles of keys stream through the L2 once for all programs of a head in flight.
         loads = flops / PLANNED_TILE * self.known["elem"] / 2
         hbm = self.of(f"{which} HBM bytes at least") * share + loads / max(1, self.device.sms // SWIZZLE)
-        streamed = self.of("bytes of a head's queries that a backward streams", rows=np.minimum(longest, self.held))
-        missing = 1 - np.minimum(1.0, SWIZZLE_GROUP_BYTES / np.maximum(1.0, streamed))
-        products = run * (1 + STREAMED[which] * missing)
+        products = run * (1 + STREAMED * self._missing(np.minimum(longest, self.held))) if backward else run
         tiles = self.of("tiles", rows=keys if backward else queries)
         computing = self._scores_seconds(which, run, products) + tiles * TILE_SECONDS[which] / self.device.sms
         seconds = np.maximum(computing, hbm / self.device.hbm_bytes_per_s) + LAUNCH_SECONDS
         return flops, hbm, seconds * (scores > 0)
+
+    def _missing(self, queries: Array) -> Array:
+        """Return the share of a head's queries that a backward does not find in the L2."""
+        streamed = self.of("bytes of a head's queries that a backward streams", rows=queries)
+        missing: Array = 1 - np.minimum(1.0, SWIZZLE_GROUP_BYTES / np.maximum(1.0, streamed))
+        return missing
 
     def _scores_seconds(self, which: str, scores: Array, products: Array) -> Array:
         """Return the time of scores of one head, if products take that of `products` scores."""

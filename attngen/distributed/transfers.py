@@ -194,6 +194,18 @@ def rows_between(visible: Visible, layout: Layout) -> np.ndarray:
     """Return the rows of keys of rank s that the queries of rank r may see: int64 [r, s], with its own on the
     diagonal."""
     rows = needed_by_rank(visible, layout) * visible.weights.astype(np.float64)
+    return np.rint(rows @ held_by_rank(layout)).astype(np.int64)
+
+
+def queries_between(visible: Visible, layout: Layout) -> np.ndarray:
+    """Return the queries of rank r that may see keys of rank s: int64 [r, s]."""
+    sees = np.stack([visible.needs[:, list(own)].any(1) for own in layout.owned], axis=1)
+    rows = sees * visible.weights.astype(np.float64)[:, None]
+    return np.rint(held_by_rank(layout).T @ rows).astype(np.int64)
+
+
+def held_by_rank(layout: Layout) -> np.ndarray:
+    """Return which rank has which chunk: float64 [chunks, ranks], 1 or 0."""
     held = np.zeros((layout.chunks, layout.ranks))
     held[np.arange(layout.chunks), list(layout.owner)] = 1
-    return np.rint(rows @ held).astype(np.int64)
+    return held
