@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import ClassVar
 
-from attngen.ir.core import Block, Op
+from attngen.ir.core import Op
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.pipe import Pipeline, ProducerLoad
+from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 
 
@@ -33,13 +34,7 @@ class LoadBeforeLookups(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(
-            module,
-            warp_specialized=tuple(
-                _loading_early(kernel) if kernel.places and not kernel.is_persistent else kernel
-                for kernel in module.warp_specialized
-            ),
-        )
+        return with_chunks(module, lambda kernel: kernel if kernel.is_persistent else _loading_early(kernel))
 
 
 def _loading_early(kernel: Kernel) -> Kernel:
@@ -48,9 +43,9 @@ def _loading_early(kernel: Kernel) -> Kernel:
     def is_tile(op: Op) -> bool:
         return isinstance(op, ProducerLoad) and op.pipeline not in metadata
 
-    def changed(block: Block) -> Iterator[Op]:
-        first = list(takewhile(is_tile, block.ops if block.warp_group else ()))
-        for op in block.ops:
-            yield replace(op, early=True) if isinstance(op, ProducerLoad) and op in first else op
+    first = [op for block in kernel.warp_groups for op in takewhile(is_tile, block.ops)]
 
-    return replace(kernel, blocks=tuple(replace(block, ops=tuple(changed(block))) for block in kernel.blocks))
+    def change(_: str, op: Op) -> Iterator[Op]:
+        yield replace(op, early=True) if isinstance(op, ProducerLoad) and op in first else op
+
+    return kernel.rewrite(change)

@@ -17,14 +17,16 @@ with one loop of loads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
-from attngen.ir.core import Block
+from attngen.ir.core import Op
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Loop
 from attngen.ir.pipe_control import PrefetchTile, WorkLoop
+from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 
 
@@ -34,21 +36,19 @@ class PrefetchWorkTiles(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, warp_specialized=tuple(map(_prefetching, module.warp_specialized)))
+        return with_chunks(module, _prefetching)
 
 
 def _prefetching(kernel: Kernel) -> Kernel:
     work = next((op for op in kernel.ops() if isinstance(op, WorkLoop) and op.fetches), None)
-    if work is None or not kernel.places or kernel.adds_in_order or kernel.kv_split:
+    if work is None or kernel.adds_in_order or kernel.kv_split:
         return kernel
-    body = kernel.block(work.body)
-    loops = [at for at, op in enumerate(body.ops) if isinstance(op, Loop)]
-    if len(loops) < 2:
-        return kernel
-    last = loops[-1]
-    ops = (*body.ops[:last], PrefetchTile("_prefetch_tile", work.pipeline), *body.ops[last:])
+    loops = [op for op in kernel.block(work.body).ops if isinstance(op, Loop)]
+    fetch = PrefetchTile("_prefetch_tile", work.pipeline)
 
-    def changed(block: Block) -> Block:
-        return replace(block, ops=ops) if block is body else block
+    def change(_: str, op: Op) -> Iterator[Op]:
+        if len(loops) > 1 and op is loops[-1]:
+            yield fetch
+        yield op
 
-    return replace(kernel, blocks=tuple(map(changed, kernel.blocks)))
+    return kernel.rewrite(change)

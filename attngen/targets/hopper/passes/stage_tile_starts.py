@@ -47,6 +47,7 @@ from attngen.ir.pipe import (
     needs_position,
 )
 from attngen.ir.pipe_control import PipelinedLoop
+from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 
 
@@ -56,18 +57,11 @@ class StageTileStarts(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(
-            module,
-            warp_specialized=tuple(
-                _staged(kernel) if _looks_up(module, kernel) else kernel for kernel in module.warp_specialized
-            ),
-        )
+        return with_chunks(module, lambda kernel: _staged(kernel) if _looks_up(module, kernel) else kernel)
 
 
 def _looks_up(module: Module, kernel: Kernel) -> bool:
     """True if a lookup of this kernel's tiles in the tables of positions is one load, of a number for each tile."""
-    if not kernel.places:
-        return False
     axis = AXIS_DIM[kernel.loop_axis].lower()
     whole = all(getattr(config, axis) % module.unit == 0 for config in module.configs(kernel.name, kernel.backend))
     loops = [op for op in kernel.ops() if isinstance(op, PipelinedLoop)]
@@ -78,9 +72,8 @@ def _looks_up(module: Module, kernel: Kernel) -> bool:
 def _staged(kernel: Kernel) -> Kernel:
     copy = kernel.block("copy")
     loads = [op.pipeline for op in copy.ops if isinstance(op, ProducerLoad)]
-    pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline)]
-    loaded = [op for op in pipelines if op.name in loads and not op.metadata_of]
-    tiles = min(loaded, key=lambda pipeline: loads.index(pipeline.name))
+    pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and op.name in loads and not op.metadata_of]
+    tiles = min(pipelines, key=lambda pipeline: loads.index(pipeline.name))
     waits = {
         block.name: wait
         for block in kernel.blocks

@@ -115,8 +115,6 @@ class WarpSpecializedContext(WarpGroupContext):
         for op in self.kernel.block(name).ops:
             if isinstance(op, (Arg, Pipeline)) or self._idle(op, cls) or self._is_silent(op):
                 continue
-            if isinstance(op, ProducerLoad) and op.early:
-                continue
             kind = ALL_KINDS[type(op)]
             text = self._wgmma_wait(op, name) if isinstance(op, WgmmaWait) else getattr(self, f"_{kind}")(op, cls)
             body = self.block(op.body, op.cls) if isinstance(op, Loop) else []

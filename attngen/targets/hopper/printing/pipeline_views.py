@@ -184,6 +184,8 @@ class PipelineContext(ShapeContext):
             return not any(isinstance(o, WriteTileStart) and applies(o.when, cls) for o in self.kernel.ops())
         if isinstance(op, WriteTileStart):
             return not applies(op.when, cls) and not masked_full_tiles(self.kernel.ops())
+        if isinstance(op, ProducerLoad) and op.early:
+            return True  # the kernel's entry issues it
         return super()._idle(op, cls)
 
     def _load_row_vector(self, op: ProducerLoad, tiles: str, cls: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from attngen.targets.printing.views import Node, names_in
@@ -38,7 +37,6 @@ class TileFunctionView:
     name: str
     params: list[str]  # after the tile's number
     tiles: list[str]  # constants that are among the parameters, after TILES
-    lines: list[str]
     nodes: list[Node]
     results: list[str]
 
@@ -62,11 +60,7 @@ class WarpGroupView:
     @property
     def words(self) -> set[str]:
         """Every word in its ops and in those of its function of a tile."""
-        if self.of_tile is None:
-            return names_in(self.nodes)
-        return (
-            names_in(self.nodes) | names_in(self.of_tile.nodes) | set(re.findall(r"\w+", " ".join(self.of_tile.lines)))
-        )
+        return names_in(self.nodes + (self.of_tile.nodes if self.of_tile else []))
 
 
 @dataclass

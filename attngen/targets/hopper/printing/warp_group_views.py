@@ -78,9 +78,9 @@ class WarpGroupContext(WgmmaContext):
                 *["empty"] * (pipeline.emptied or pipeline.mbarrier_release > 0),
             )
         ]
-        persistent = self.kernel.is_persistent
+        persistent, early = self.kernel.is_persistent, self._loaded_early()
         given = [
-            *(name for name in params if name not in self._loaded_early()),
+            *(name for name in params if name not in early),
             *entry,
             *([] if persistent else tile_coordinates(self.kernel)),
             *shared,
@@ -119,19 +119,19 @@ class WarpGroupContext(WgmmaContext):
         if prefetch is None:
             return None
         lines, passed = work.text["place"], work.text["numbers"]
-        words = names_in(known) | set(re.findall(r"\w+", " ".join(lines)))
+        words = names_in([Node("lines", {"lines": lines}), *known])
         defined = [line.split()[0] for line in lines] + [node.text["var"] for node in known]
         read = names_in(work.body)
         results = passed + [name for name in defined if name in read and name not in passed]
         given = [name for name in params if name in words]
-        tiles = [name for name in ("BLOCK_Q", "BLOCK_KV") if name in words]
+        tiles: list[str] = [name for name in ("BLOCK_Q", "BLOCK_KV") if name in words]
         kept = [f"{name} = _rematerialize({name})" for name in given if name in self._integers()]
-        clamp = ["pid = gl.minimum(_number, TILES - 1)"]
+        nodes = [Node("lines", {"lines": [*kept, "pid = gl.minimum(_number, TILES - 1)", *lines]}), *known]
         name = f"{self.kernel.name}_tile"
         following = [f"_next_{result.lstrip('_')}" for result in results]
         call = {"name": name, "args": [*given, "TILES", *tiles], "results": results, "next": following}
         work.text["place"], work.text["call"], prefetch.text["call"] = [], call, call
-        return TileFunctionView(name, given, tiles, [*kept, *clamp, *lines], known, results)
+        return TileFunctionView(name, given, tiles, nodes, results)
 
     def _early(self) -> list[ProducerLoad]:
         """The loads that the kernel issues before its warp groups start."""

@@ -178,8 +178,9 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: in
     code = parse(text)
     of: dict[str, list[Part]] = {warp_group: [] for warp_group, _ in marks}
     for part in parts(code, sums):
-        of_entry = part.registers == OUTSIDE and not part.ops["HGMMA"]  # it may have early loads
-        warp_group = next((warp_group for warp_group, op in marks if part.ops[op] and not of_entry), None)
+        if part.registers == OUTSIDE and not part.ops["HGMMA"]:
+            continue  # the entry, which may have early loads
+        warp_group = next((warp_group for warp_group, op in marks if part.ops[op]), None)
         if warp_group is not None:
             of[warp_group].append(part)
     all_splits = [part for found in of.values() for part in found]
