@@ -197,7 +197,8 @@ class Launch(MemoryOps, ArithmeticOps):
     def loop(self, op: Loop, values: Values) -> Program:
         """Run the body for each tile or number of the ranges, in order."""
         carried = {field: values[ref] for field, ref in op.carry}
-        for head, number in self.by_head(op, self.numbers(op, values), values):
+        numbers = list(self.numbers(op, values))
+        for head, number in self.by_head(op, reversed(numbers) if op.reversed else numbers, values):
             inside = {**values, **head, **carried, **self.position(op.var, number, values)}
             carried = yield from self.block(op.body, inside, op.cls)
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}

@@ -147,6 +147,7 @@ class Loop(Op):
     heads: a range of query heads that share a K/V head. The whole loop runs once per head; the symbol `g` is the number
     of the current head in its group.
     by_tile: with `heads`, the loops are interchanged: tiles outside, heads inside.
+    reversed: tiles are visited from the last to the first. Only loops that load tiles for other warp groups have it.
     """
 
     var: str
@@ -159,6 +160,7 @@ class Loop(Op):
     recompute: bool = False
     heads: tuple[tuple[Expr, Expr], ...] = ()
     by_tile: bool = False
+    reversed: bool = False
 
     @property
     def variables(self) -> frozenset[str]:

@@ -45,6 +45,8 @@ def loop_bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             carried = {field: kernel.type_of(ref) for field, ref in op.carry}
             if not carried == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
                 yield f"%{op.name}: what @{op.body} takes and yields does not fit what the loop carries"
+            if op.reversed and (op.carry or op.listed or op.heads or len(op.ranges) > 1):
+                yield f"%{op.name} is reversed; expected one range, nothing carried, no list and no heads"
 
 
 def _carried(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:

@@ -166,7 +166,7 @@ def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, tuple[Ranges, bool]
     """The tiles of a loop, by class: (class, ranges, list, heads and whether all heads run at each tile, whether tiles
     are reversed and whether they are visited in order)."""
     if isinstance(op, Loop):
-        yield op.cls, op.ranges, op.listed, (op.heads, op.by_tile), (False, False)
+        yield op.cls, op.ranges, op.listed, (op.heads, op.by_tile), (op.reversed, False)
     if isinstance(op, PipelinedLoop):
         yield "partial", op.partial, op.listed, (op.heads, op.by_tile), (op.reversed, op.in_order)
         yield "full", op.full, op.listed, (op.heads, op.by_tile), (False, op.in_order)

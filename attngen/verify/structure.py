@@ -152,6 +152,7 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from _loop_class(kernel, loop)
         yield from _loop_range(kernel, loop)
         yield from _loop_heads(kernel, loop)
+        yield from _loop_direction(loop)
         yield from _loop_fields(kernel, loop)
 
 
@@ -210,6 +211,11 @@ def _loop_heads(kernel: Kernel, loop: Loop) -> Iterator[str]:
         )
     if loop.by_tile and not loop.heads:
         yield f"%{loop.name} runs each tile for all heads, and has no heads"
+
+
+def _loop_direction(loop: Loop) -> Iterator[str]:
+    if loop.reversed:
+        yield f"%{loop.name} is reversed; expected this only in a warp group that loads tiles for others"
 
 
 def _loop_fields(kernel: Kernel, loop: Loop) -> Iterator[str]:

@@ -14,7 +14,7 @@ from tests.helpers import stages_of
 from tests.hopper.common import edited_module, lowered
 from tests.hopper.texts import texts_of
 
-WINDOW = texts_of("window of chunks", "fwd")
+WINDOW, CAUSAL = texts_of("window of chunks", "fwd"), texts_of("causal 64 of chunks", "fwd")
 FETCH = "    prefetch_tile %Work_pipeline\n"
 RELEASE = "    reload_tile %Work_pipeline\n"
 REFUSED = {
@@ -33,6 +33,37 @@ def test_wrong_fetches_are_refused(mistake: str) -> None:
     module = WINDOW.module("prefetch-work-tiles")
     with pytest.raises(VerifyError, match=f"`types`: .*{re.escape(reason)}"):
         verify(edited_module(module, *changes))
+
+
+REVERSED = "ranges(kv_full_end_at .. kv_end_at) body(@copy) cls(partial) reversed(yes)"
+WRONG_ORDERS = {
+    "rising": (
+        [(REVERSED, REVERSED.removesuffix(" reversed(yes)"))],
+        "`same-tiles`: .*run over tiles in different orders",
+    ),
+    "full tiles too": (
+        [("cls(full)", "cls(full) reversed(yes)")],
+        "`same-tiles`: .*run over tiles in different orders",
+    ),
+    "several ranges": (
+        [(REVERSED, f"ranges(0 .. 0, {REVERSED.removeprefix('ranges(')}")],
+        "`loop-bodies`: .*%copy_keys_partial is reversed; expected one range, nothing carried",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_ORDERS)
+def test_loads_in_another_order_than_the_consumers_are_refused(mistake: str) -> None:
+    changes, reason = WRONG_ORDERS[mistake]
+    module = verify(CAUSAL.module("prefetch-work-tiles"))
+    with pytest.raises(VerifyError, match=reason):
+        verify(edited_module(module, *changes))
+
+
+def test_a_reversed_loop_counts_down() -> None:
+    spec = chunks.spec_of("causal", head_dim=64, schedule={"backend": "hopper"})
+    source = render(stages_of(spec)["legalize-gluon"])["hopper.py"]
+    assert "for kv_tile in range(kv_end_at - 1, kv_full_end_at - 1, -1):" in source
 
 
 def test_programs_that_wait_for_others_do_not_fetch_ahead() -> None:

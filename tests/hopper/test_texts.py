@@ -32,7 +32,8 @@ def spec_of(texts: Texts) -> Spec:
     if texts.spec in fused_backward.CASES:
         return fused_backward.spec_for(texts.spec)
     if texts.spec.endswith(" of chunks"):
-        return chunks.spec_of(texts.spec.removesuffix(" of chunks"), head_dim=128, schedule={"backend": "hopper"})
+        mask, _, head_dim = texts.spec.removesuffix(" of chunks").partition(" ")
+        return chunks.spec_of(mask, head_dim=int(head_dim or 128), schedule={"backend": "hopper"})
     return spec(texts.spec) if texts.kernel == "decode" else hopper_spec(texts.spec)
 
 

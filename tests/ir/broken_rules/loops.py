@@ -68,6 +68,12 @@ EDITS = {
         ),
         (
             "causal_gqa",
+            "body(@step) cls(full)",
+            "body(@step) cls(full) reversed(yes)",
+            "%keys_full is reversed; expected this only in a warp group that loads",
+        ),
+        (
+            "causal_gqa",
             "heads(g_first .. g_end)",
             "heads(g_first .. g_end + 1)",
             "%total_full runs for several heads; expected those of the",

@@ -90,7 +90,10 @@ class LoopContext(SoftmaxContext):
             text["steps"], text["before"] = [], [line for line in text["before"] if line.startswith(f"{op.var}_stop")]
         words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
         text["var"] = text["var"] if text["var"] in words else "_"
-        text["range"] = text["stop"] if text["start"] == "0" else f"{text['start']}, {text['stop']}"
+        if op.reversed:
+            text["range"] = f"{text['stop']} - 1, {text['start']} - 1, -1"
+        else:
+            text["range"] = text["stop"] if text["start"] == "0" else f"{text['start']}, {text['stop']}"
 
     # ------------------------------------------------------------------ pipelines
 
