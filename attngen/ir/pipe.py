@@ -412,12 +412,15 @@ class TmaStore(Op):
     tile of the bias came: the stage of the instance's latest consumer_wait on this pipeline (see stage-score-bias).
     order: the program's semaphore order (see ordered_accumulate). If it is 0, TMA stores the tile; otherwise TMA adds
     it to the sum that is stored there. A semaphore_acquire precedes.
+    recompute: addresses in the stage are computed at the store, so that no registers hold them from one work tile to
+    the next.
     """
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
     staging: str = field(metadata=OPERAND)
     order: Expr | None = None
+    recompute: bool = False
 
     def is_of_scores(self, kernel: Types) -> bool:
         """True if it stores scores, which are transposed in the tensor and so in the stage."""

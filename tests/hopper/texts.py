@@ -92,7 +92,7 @@ ALL = (
     Texts("window_gqa", "fwd", ("fwd",), ("split-boundary-masks",)),
     Texts("biased", "bwd", ("fwd", "bwd"), ("stage-score-bias",)),
     Texts("window of chunks", "fwd", ("fwd",), ("stage-tile-starts", "prefetch-work-tiles")),
-    Texts("causal 64 of chunks", "fwd", ("fwd",), ("prefetch-work-tiles",)),
+    Texts("causal 64 of chunks", "fwd", ("fwd",), ("prefetch-work-tiles", "legalize-gluon")),
     Texts("window of chunks", "bwd", ("fwd", "bwd"), ("stage-tile-starts",)),
     Texts("causal of chunks", "bwd", ("fwd", "bwd"), ("load-before-lookups",)),
 )

@@ -28,6 +28,8 @@ after:   %p_operand = convert_layout %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
   kernel is persistent. If there is room for only half a tile, T[BLOCK_Q, 64], its halves are stored one after the
   other. `tma_store_wait` waits until TMA has read the stage (cp.async.bulk.wait_group.read), and then the stage is
   released.
+- The forward of chunks of a sequence has more scalars for each work tile. If it is persistent, its stores compute their
+  addresses anew (`recompute(yes)`); consumers would keep them in registers between work tiles, or spill them.
 - Outputs that two programs accumulate (`ordered_accumulate`) are ordered by a semaphore. A consumer acquires it after
   the previous program, stores all tiles by TMA, waits until TMA has read them (`tma_store_wait`), and releases the
   semaphore. `semaphore_release` itself waits until the stores are complete in device memory (cp.async.bulk.wait_group),
@@ -197,6 +199,7 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
     used = [op.semaphore for op in accumulations if op.ends and op.semaphore]
     pointers = [Base(f"{of.tensor}_pair", Access(of.tensor, of.index[:-1]), Type("ptr", (), "reg")) for of in used]
     semaphores = [Access(pointer.name, of.index[-1:]) for pointer, of in zip(pointers, used)]
+    recompute = kernel.is_persistent and bool(kernel.places) and not kernel.adds_in_order
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if not isinstance(op, Store) or op.name not in names:
@@ -210,6 +213,7 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
             op.value,
             names[op.name],
             op.order if isinstance(op, OrderedAccumulate) else None,
+            recompute=recompute,
         )
 
     kernel = kernel.rewrite(change)
