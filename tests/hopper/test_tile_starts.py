@@ -6,9 +6,12 @@ import re
 
 import pytest
 
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.ir.printer import print_module
 from attngen.verify import verify
+from tests import chunks
+from tests.helpers import stages_of
 from tests.hopper.common import edited_module
 from tests.hopper.texts import texts_of
 
@@ -70,3 +73,18 @@ def test_a_start_is_read_before_the_mask_that_needs_it() -> None:
     late = block.replace(read, "").replace(mask, mask + read).replace("    consumer_release %k\n", "")
     with pytest.raises(VerifyError, match="reads the position of %k after %"):
         verify(edited_module(module, (block, late)))
+
+
+def test_kernels_that_wait_for_semaphores_look_positions_up_around_the_l1_cache() -> None:
+    spec = chunks.spec_of("causal", head_dim=64, schedule={"backend": "hopper"})
+    functions = re.split(r"\ndef ", render(stages_of(spec)["legalize-gluon"])["hopper.py"])
+    counts = {
+        kernel: [
+            sum(len(re.findall(what, body)) for body in functions if body.startswith(kernel))
+            for what in (r"(?:_position_of|_tile_of_call|_lookup)\(", "NC=True")
+        ]
+        for kernel in ("fwd", "bwd")
+    }
+    (lookups, around), (lookups_backward, around_backward) = counts["fwd"], counts["bwd"]
+    assert lookups > around == 0
+    assert lookups_backward == around_backward > 0

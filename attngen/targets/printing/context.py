@@ -193,7 +193,7 @@ class KernelContext(ProgramContext):
     def _list_position(self, op: ListPosition, cls: str) -> dict[str, Any]:
         rows, ranks, tile = AXIS_DIM[self.kernel.ranked_axis(op)], self.var(op.src), self.scalar(op.tile)
         if isinstance(self.kernel.op(op.src), Arg):
-            return {"var": op.name, "expr": f"_tile_of_call({ranks}, {tile}, {rows})"}
+            return {"var": op.name, "expr": f"_tile_of_call({ranks}, {tile}, {rows}{self.lookup_options})"}
         return {"var": op.name, "expr": f"_list_position({ranks}, {tile}, BLOCK // {rows})"}
 
     def _seed(self, op: Seed, cls: str) -> dict[str, Any]:

@@ -57,13 +57,18 @@ class MemoryContext(ExpressionContext):
         table = self.kernel.op(loads[0].pages) if loads and loads[0].pages else None
         return table if isinstance(table, Gather) else None
 
+    @property
+    def lookup_options(self) -> str:
+        """More arguments of the functions that look up positions, as text to append."""
+        return ""
+
     def _tile_position(self, axis: str, number: str, words: set[str]) -> list[str]:
         """Lines that compute where the tile with this number lies along an axis: its first row and its positions, as
         far as `words` name them. If calls have chunks of a sequence, a tile's position in the whole is looked up."""
         row, start, index = self.row(axis), f"{axis}_start", f"{axis}_idx"
         lines = [f"{row} = {number} * {AXIS_DIM[axis]}"]
         if row != start and {start, index} & words:
-            lines.append(f"{start} = _position_of({STARTS[axis][0]}, {row}, {AXIS_DIM[axis]})")
+            lines.append(f"{start} = _position_of({STARTS[axis][0]}, {row}, {AXIS_DIM[axis]}{self.lookup_options})")
         return [*lines, *([f"{index} = {start} + {axis}_off"] if index in words else [])]
 
     def row(self, axis: str) -> str:

@@ -147,7 +147,7 @@ class LoopContext(SoftmaxContext):
         if not self.kernel.places:
             return text
         axis = self.kernel.loop_axis
-        return f"_tile_of_call({START_RANKS[axis][0]}, {text}, {AXIS_DIM[axis]})"
+        return f"_tile_of_call({START_RANKS[axis][0]}, {text}, {AXIS_DIM[axis]}{self.lookup_options})"
 
     def _of_instance(self, e: Expr) -> str:
         """An expression with the rows of an instance in place of those of the program."""

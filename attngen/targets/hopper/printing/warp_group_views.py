@@ -168,7 +168,7 @@ class WarpGroupContext(WgmmaContext):
         before |= {word for line in first for word in re.findall(r"\w+", line)} if self.kernel.places else set()
         numbers = list(enumerate(work.text["numbers"]))
         work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
-        used = names_in([*of_tile, *body]) | set(
+        used = names_in([*of_tile, *(node for node in body if node.kind != "prefetch_tile")]) | set(
             re.findall(r"\w+", " ".join([*work.text["place"], *work.text["splits"]]))
         )
         integers, aligned = self._integers(), self._stored_strides(block)
