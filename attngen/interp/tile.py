@@ -197,8 +197,7 @@ class Launch(MemoryOps, ArithmeticOps):
     def loop(self, op: Loop, values: Values) -> Program:
         """Run the body for each tile or number of the ranges, in order."""
         carried = {field: values[ref] for field, ref in op.carry}
-        numbers = list(self.numbers(op, values))
-        for head, number in self.by_head(op, reversed(numbers) if op.reversed else numbers, values):
+        for head, number in self.by_head(op, self.numbers(op, values), values):
             inside = {**values, **head, **carried, **self.position(op.var, number, values)}
             carried = yield from self.block(op.body, inside, op.cls)
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}
@@ -213,8 +212,13 @@ class Launch(MemoryOps, ArithmeticOps):
         heads = [{MEMBER: g} for g in range(int(self.expression(first, values)), int(self.expression(end, values)))]
         return [(head, tile) for tile, head in product(tiles, heads)] if op.by_tile else [*product(heads, tiles)]
 
-    def numbers(self, op: Loop, values: Values) -> Iterator[int]:
-        """The numbers that a loop runs over: those in its ranges, or the listed tiles at these positions."""
+    def numbers(self, op: Loop, values: Values) -> list[int]:
+        """The numbers that a loop runs over, in the order in which it does."""
+        rising = list(self.rising_numbers(op, values))
+        return rising[::-1] if op.reversed else rising
+
+    def rising_numbers(self, op: Loop, values: Values) -> Iterator[int]:
+        """The numbers in a loop's ranges, or the listed tiles at these positions."""
         for low, high in op.ranges:
             first, end = (int(compiled(e)(values)) for e in (low, high))
             if first > end:

@@ -24,7 +24,7 @@ from attngen.ir.core import Access, Block, Op, WarpGroup
 from attngen.ir.dims import AXIS_EXTENT, SIDES
 from attngen.ir.expr import Expr
 from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.ops import Loop, OrderedAccumulate, OrderedAdd
+from attngen.ir.ops import OrderedAccumulate, OrderedAdd
 from attngen.ir.pipe import (
     HALF_DIM,
     PARTIALS,
@@ -231,18 +231,14 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
 
     def _pipelined_loop(self, op: PipelinedLoop, values: Values) -> Any:
         carried = {field: values[ref] for field, ref in op.carry}
-        partial, full = (
-            list(self.numbers(_loop(op, cls, ranges), values))
-            for cls, ranges in (("partial", op.partial), ("full", op.full))
-        )
+        partial, full = (self.numbers(loop, values) for loop in op.by_class)
         partials, hidden = len(partial), 0
         for first, end in op.instance_partial:
             last = int(self.expression(op.partial[0][1], values))
             partials, hidden = (last - self.tile_of_instance(op.var, bound, values) for bound in (first, end))
         for _ in range(hidden):
             yield from self.block(op.skip, dict(values), "full")
-        numbers = [*(reversed(partial) if op.reversed else partial), *full]
-        tiles = [("partial" if at < partials else "full", number) for at, number in enumerate(numbers)][hidden:]
+        tiles = [("partial" if at < partials else "full", number) for at, number in enumerate(partial + full)][hidden:]
         if op.in_order:
             tiles = sorted(tiles, key=lambda tile: tile[1], reverse=bool(values.get(REVERSED_GROUP)))
         for at, (head, (cls, number)) in enumerate(self.by_head(op, tiles, values)):
@@ -291,7 +287,3 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
                 yield True
             arrived.remove(instance)
         yield False
-
-
-def _loop(op: PipelinedLoop, cls: str, ranges: tuple[tuple[Expr, Expr], ...]) -> Loop:
-    return Loop(op.name, op.var, ranges, (), op.step, cls, listed=op.listed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from attngen.ir.core import OPERAND, Access, Op, Uses
@@ -157,6 +157,13 @@ class PipelinedLoop(Op):
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and
         `_in_last`."""
         return arg.removesuffix(f"_in_{body}")
+
+    @property
+    def by_class(self) -> tuple[Loop, Loop]:
+        """Loops that run @step for the partial tiles, and then for the full ones, with nothing carried."""
+        partial = Loop(f"{self.name}_partial", self.var, self.partial, (), self.step, "partial", listed=self.listed)
+        full = replace(partial, name=f"{self.name}_full", ranges=self.full, cls="full")
+        return replace(partial, reversed=self.reversed), full
 
     @property
     def bodies(self) -> tuple[str, ...]:

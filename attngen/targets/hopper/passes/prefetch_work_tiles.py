@@ -51,26 +51,21 @@ def _prefetching(kernel: Kernel) -> Kernel:
     work = next((op for op in kernel.ops() if isinstance(op, WorkLoop) and op.fetches), None)
     if work is None or kernel.adds_in_order or kernel.kv_split:
         return kernel
-    loops = [
-        loop
-        for op in kernel.block(work.body).ops
-        for loop in (_by_class(op) if isinstance(op, PipelinedLoop) else [op] if isinstance(op, Loop) else [])
-    ]
+    kernel = kernel.rewrite(lambda block, op: _in_two(op) if block == work.body else [op])
+    loops = [op for op in kernel.block(work.body).ops if isinstance(op, Loop)]
     fetch = PrefetchTile("_prefetch_tile", work.pipeline)
 
-    def change(block: str, op: Op) -> Iterator[Op]:
-        for made in _by_class(op) if block == work.body and isinstance(op, PipelinedLoop) else [op]:
-            if len(loops) > 1 and made == loops[-1]:
-                yield fetch
-            yield made
+    def change(_: str, op: Op) -> Iterator[Op]:
+        if len(loops) > 1 and op is loops[-1]:
+            yield fetch
+        yield op
 
     return kernel.rewrite(change)
 
 
-def _by_class(op: PipelinedLoop) -> Sequence[Loop | PipelinedLoop]:
-    """The loops over the partial tiles and over the full ones, if the op is one over both with @step alone, the partial
-    ones in reversed order."""
-    if not (op.reversed and op.partial and op.full) or op.listed or op.bodies != (op.step,):
-        return [op]
-    partial = Loop(f"{op.name}_partial", op.var, op.partial, (), op.step, "partial", reversed=True)
-    return [partial, Loop(f"{op.name}_full", op.var, op.full, (), op.step, "full")]
+def _in_two(op: Op) -> Sequence[Op]:
+    """The loop over partial tiles and that over full ones, if the op is one loop over both that reverses the partial
+    ones."""
+    if isinstance(op, PipelinedLoop) and op.reversed and not op.listed and op.bodies == (op.step,):
+        return op.by_class
+    return [op]

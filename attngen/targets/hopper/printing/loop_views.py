@@ -220,11 +220,11 @@ class LoopContext(SoftmaxContext):
     def _loops_by_class(self, op: PipelinedLoop) -> list[Node]:
         """One loop over the partial tiles and one over the full ones, both without a first tile that is peeled off."""
         loops = []
-        for cls, ranges in (("partial", op.partial), ("full", op.full)):
+        for loop in op.by_class:
+            cls, ranges = loop.cls, loop.ranges
             if not ranges or (op.first and cls == "partial" and self._is_one(ranges)):
                 continue
             body = self.block(op.step, cls)
-            loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
             header: dict[str, Any] = self._loop(loop, cls)
             (lo, hi), *more = header["ranges"]
             later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
