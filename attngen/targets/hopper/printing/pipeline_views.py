@@ -388,12 +388,16 @@ class PipelineContext(ShapeContext):
         assert isinstance(wait, ConsumerWait)
         pipeline = self.pipelines[wait.pipeline]
         index = self._stage(wait.pipeline, "_WARP_GROUP")["index"]
-        at = "_opaque_zero()" if index == "0" else f"{index} + _opaque_zero()"
         return {
-            "tiles": self._tiles_at(op.name, pipeline, at),
+            "tiles": self._tiles_at(op.name, pipeline, self._recomputed(index)),
             "pipeline": self._short(wait.pipeline),
             "shape": self._shape(pipeline),
         }
+
+    @staticmethod
+    def _recomputed(index: str) -> str:
+        """An index of a stage, from which the compiler computes addresses where it stands, not before the loop."""
+        return "_opaque_zero()" if index == "0" else f"{index} + _opaque_zero()"
 
     def _local_load(self, op: LocalLoad, cls: str) -> dict[str, Any]:
         wait = self.kernel.wait_of(op.value)

@@ -117,8 +117,7 @@ class StoreContext(TileStartContext):
         )
         widths, transposed = self._widths(self.kernel.type_of(op.value)), op.is_of_scores(self.kernel)
         index = self._stage(op.staging, "_WARP_GROUP")["index"] if transposed else "_WARP_GROUP"
-        stage = f"{self._short(op.staging)}_smem.index({index})"
-        written = f"{self._short(op.staging)}_smem.index({index} + _opaque_zero())" if op.recompute else stage
+        stage = f"{self._short(op.staging)}_smem.index({self._recomputed(index) if op.recompute else index})"
         text = {
             "pipeline": self._short(op.staging),
             "tensor": op.dst.tensor,
@@ -129,8 +128,8 @@ class StoreContext(TileStartContext):
             "order": self.scalar(op.order) if op.order is not None else "",
         }
         if widths:
-            return {**text, "split": "", **self._store_pieces(op, written, f"{rows}, {widths[0]}")}
-        groups = [[(part, at, stage, written)] for part, at in halves or [(value, place)]]
+            return {**text, "split": "", **self._store_pieces(op, stage, f"{rows}, {widths[0]}")}
+        groups = [[(part, at, stage)] for part, at in halves or [(value, place)]]
         shape = f"{columns}, {rows}" if transposed else f"{rows}, {half if halves else columns}"
         return {**text, "split": "_split_halves" if halves else "", "seen": "", "groups": groups, "shape": shape}
 
@@ -140,8 +139,7 @@ class StoreContext(TileStartContext):
         room = self.module.head_dim_v // width
         places = [self._place(op.dst, column=str(i * width)) for i, _ in enumerate(self._parts(op.value))]
         found = [
-            (part, at, *[f"pieces.index({i % room})"] * 2)
-            for i, (part, at) in enumerate(zip(self._parts(op.value), places))
+            (part, at, f"pieces.index({i % room})") for i, (part, at) in enumerate(zip(self._parts(op.value), places))
         ]
         seen = f"pieces = _reinterpret({stage}, dtype, [{room}, 1, 1, {shape}], {op.dst.tensor}.layout)"
         return {"seen": seen, "groups": [found[at : at + room] for at in range(0, len(found), room)], "shape": shape}
