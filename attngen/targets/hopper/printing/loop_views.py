@@ -92,6 +92,7 @@ class LoopContext(SoftmaxContext):
         text["var"] = text["var"] if text["var"] in words else "_"
         if op.reversed:
             text["range"] = f"{text['stop']} - 1, {text['start']} - 1, -1"
+            text["comment"] += ", from the last one to the first"
         else:
             text["range"] = text["stop"] if text["start"] == "0" else f"{text['start']}, {text['stop']}"
 
