@@ -20,11 +20,11 @@ import torch
 from attngen.cache import fingerprint
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.expr import select, symbol
 from attngen.ir.host import If
 from attngen.ir.module import Config, Meaning, Module
-from attngen.ir.ops import Map, Mask
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering import pipeline
@@ -165,7 +165,7 @@ def use_fused(module: Module) -> Module:
         return sympy.And(*(condition for condition in where.args if condition.free_symbols <= known))
 
     def change(op: Op) -> list[Op]:
-        if isinstance(op, Map) and op.name == "_use_fused":
+        if isinstance(op, tile.Map) and op.name == "_use_fused":
             return [replace(op, expr=select(asked(op.expr.args[0]), *op.expr.args[1:]))]
         if isinstance(op, If) and op.then == "fused" and op.where.args[0] != symbol("_use_fused"):
             return [replace(op, where=asked(op.where))]
@@ -204,7 +204,7 @@ module @small
   dropout no
 """
     made = parse_module(header + kernels, "small.ir")
-    masks = [op for op in made.kernels[0].ops() if isinstance(op, Mask)]
+    masks = list(only(made.kernels[0].ops(), tile.Mask))
     return replace(
         made, meaning=Meaning(sympy.And(*(op.where for op in masks)), known=tuple(f for op in masks for f in op.known))
     )

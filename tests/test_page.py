@@ -24,10 +24,10 @@ from attngen.codegen.signature import signatures
 from attngen.cost.calls import ranges
 from attngen.cost.roofline import Problem
 from attngen.devices import DEVICES
+from attngen.ir import tile
 from attngen.ir.expr import symbol
 from attngen.ir.expr_text import parse
 from attngen.ir.module import Module
-from attngen.ir.ops import Loop
 from attngen.ir.printer import print_module
 from attngen.ir.sizes import Sizes
 from attngen.lowering.pipeline import lower, stages
@@ -275,7 +275,7 @@ def test_a_bound_that_is_unknown_leaves_the_map_out(end: str, why: str) -> None:
     def longer(module: Module) -> Module:
         ranges = ((sympy.Integer(0), parse(end)),)
         return module.map_kernels(
-            lambda k: k.rewrite(lambda _, op: [replace(op, ranges=ranges) if isinstance(op, Loop) else op])
+            lambda k: k.rewrite(lambda _, op: [replace(op, ranges=ranges) if isinstance(op, tile.Loop) else op])
         )
 
     for _, rendered in tile_maps(Sample(spec("causal_mqa")), longer(target("causal_mqa")), Problem()):

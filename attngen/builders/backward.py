@@ -18,13 +18,13 @@ from attngen.builders.row_statistics import gradient_lengths, load_outputs, stor
 from attngen.builders.semantics import S, derivative, exact_sums, listed_blocks, named_by, varies, without_common
 from attngen.builders.signature import Signature, with_stats
 from attngen.heuristics import WIDEST_FUSED
+from attngen.ir import tile
 from attngen.ir.core import Access
 from attngen.ir.dims import MEMBER
 from attngen.ir.expr import cdiv, floordiv, select, symbol
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import InputGradient, Read
-from attngen.ir.ops import Store, Yield
 from attngen.ir.split_axes import part
 from attngen.lang.part import KV, Q
 from attngen.spec import Spec
@@ -205,11 +205,11 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     _add_query_gradients(b, head, fused, kv_outer)
-    b.add(Yield("_yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
+    b.add(tile.Yield("_yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
     _store_key_gradients(b, head if per_query_head else kv, home, *_left_to_the_end(b, common))
     if kv_outer:
-        b.add(Yield("_yield_tile", ()), home)
+        b.add(tile.Yield("_yield_tile", ()), home)
     return b.kernel()
 
 
@@ -294,7 +294,7 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], nest
     b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
     b.carried("group", **starts)
     b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
-    b.add(Yield("_yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
+    b.add(tile.Yield("_yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
 
 
 def _left_to_the_end(b: KernelBuilder, common: Any) -> list[str]:
@@ -372,7 +372,7 @@ def build_dkdv_end(spec: Spec) -> Kernel:
         index = ("b", sharing.owned, "split", "kv", width.lower())
         part = b.load(f"{name}_partial", f"{name.upper()}_PARTIAL", index, home)
         b.map(f"{name}_next", symbol(name) + symbol(part), home, "f32", False, **{name: name, part: part})
-    b.add(Yield("_yield_part", tuple((name, f"{name}_next") for name in columns)), home)
+    b.add(tile.Yield("_yield_part", tuple((name, f"{name}_next") for name in columns)), home)
     for name, width in columns.items():
         _scaled(b, f"{name}_out", f"total.{name}")
         b.store(f"d{name[1:].upper()}", ("b", sharing.owned, "kv", width.lower()), f"{name}_out")
@@ -418,7 +418,7 @@ def build_dq(spec: Spec) -> Kernel:
     for x, slope in zip(gradients, slopes):
         _add_input_gradient(b, x, reads[x.partials], slope, dscore, sums.get(x.partials, ()))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
-    b.add(Yield("_yield_step", (("dq", "dq_next"), *((f"{name}_sum", f"{name}_next") for name in names))), "step")
+    b.add(tile.Yield("_yield_step", (("dq", "dq_next"), *((f"{name}_sum", f"{name}_next") for name in names))), "step")
 
     _scaled(b, "dq_out", "keys.dq", "scale", "keep_scale")
     b.store("dQ", (*rows, "d_qk"), "dq_out")
@@ -467,7 +467,7 @@ def _add_input_gradient(
     name, kept = x.partials.lower(), symbol("keep_scale") if b.spec.dropout else 1
     if x.reduction == "distance":
         b.add(
-            Store(
+            tile.Store(
                 f"_{name}_sums", Access(x.partials, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"
             ),
             "step",

@@ -8,11 +8,11 @@ import sympy
 from attngen.builders.common import KernelBuilder, in_bounds
 from attngen.builders.signature import Signature
 from attngen.heuristics import LISTED, STRIP
+from attngen.ir import tile
 from attngen.ir.core import Access, Type
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import cdiv, floordiv, select, symbol
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Base, Init, Yield
 from attngen.spec import Spec
 
 BLOCKS = Signature(
@@ -29,13 +29,13 @@ def build_blocks(spec: Spec) -> Kernel:
     b.load_inputs()
     scores = (AXIS_DIM["q"], AXIS_DIM["kv"])
     row, strip = (floordiv(symbol(b.row(axis)), sympy.Integer(n)) for axis, n in (("q", LISTED), ("kv", STRIP)))
-    b.add(Base("COUNT_row", Access("COUNT", (symbol("b"), symbol("h"), row)), Type("ptr")))
+    b.add(tile.Base("COUNT_row", Access("COUNT", (symbol("b"), symbol("h"), row)), Type("ptr")))
     b.loop("keys", "kv", cdiv(b.extent("kv"), symbol("BLOCK_KV")), "step")
-    b.add(Init("score", sympy.Integer(0), Type("f32", scores)), "step")
+    b.add(tile.Init("score", sympy.Integer(0), Type("f32", scores)), "step")
     b.mask("masked", "score", sympy.And(b.where, in_bounds("q"), in_bounds("kv")), "step")
     b.map("visible", select(symbol("masked") > -sympy.oo, sympy.Float(1.0), sympy.Float(0.0)), "step", masked="masked")
     b.reduce_sum("count_rows", "visible", scores[1], "step")
     b.reduce_sum("count", "count_rows", scores[0], "step")
     b.store("COUNT_row", (strip,), "count", "step")
-    b.add(Yield("_yield_step", ()), "step")
+    b.add(tile.Yield("_yield_step", ()), "step")
     return b.kernel()

@@ -21,6 +21,7 @@ from attngen.builders.semantics import (
 )
 from attngen.builders.signature import Signature, grid, partial_tensors, tensor_args
 from attngen.errors import BuildError
+from attngen.ir import tile
 from attngen.ir.core import Access, Block, Checks, Fact, Op, Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, dimension, first_row
 from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol
@@ -30,27 +31,6 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import InputGradient, Read, input_tensors
 from attngen.ir.names import CALL_ROWS, DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
-from attngen.ir.ops import (
-    Arg,
-    CacheLength,
-    Deinterleave,
-    Dot,
-    Dropout,
-    DropoutMask,
-    Gather,
-    Init,
-    Interleave,
-    Load,
-    Loop,
-    Map,
-    Mask,
-    OrderedAccumulate,
-    OrderedAdd,
-    Reduce,
-    Scatter,
-    Seed,
-    Store,
-)
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import sharing
 from attngen.lang.part import NATURAL
@@ -125,7 +105,7 @@ class KernelBuilder:
         return replace(type_, dims=tuple(named.get(d, d) for d in type_.dims))
 
     def declare_scalar(self, name: str) -> None:
-        self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.scalar_dtypes}[name])))
+        self.add(tile.Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.scalar_dtypes}[name])))
 
     def declare_sizes(self) -> None:
         """Declare the scalars: sizes, those needed to index by head, and the scalar inputs of mask and modifiers."""
@@ -154,7 +134,7 @@ class KernelBuilder:
         ):
             self.declare_scalar(name)
         if self.signature.cache and self.signature.masks:
-            self.add(CacheLength("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
+            self.add(tile.CacheLength("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
 
     def load_keys(self, name: str, tensor: str, head: Any, column: str, block: str) -> None:
         """Load a tile of K or V of the sequence and head; in a paged cache, from the sequence's pages."""
@@ -171,7 +151,7 @@ class KernelBuilder:
         if name not in self.types:
             where = sympy.And(in_bounds("kv"), *([row >= 0, row < symbol("Nc")] if row != symbol("kv_idx") else []))
             at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(self.signature.cache.page))))
-            self.add(Gather(name, at, self.uses((*at.index, where)), Type("i32", ("BLOCK_KV",)), where), block)
+            self.add(tile.Gather(name, at, self.uses((*at.index, where)), Type("i32", ("BLOCK_KV",)), where), block)
 
     def load(
         self,
@@ -190,7 +170,7 @@ class KernelBuilder:
         always = (self.program_axis, "KV_splits", *(("q", "kv") if block == "entry" else ()))
         check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ROW_AXES)
         return self.add(
-            Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block
+            tile.Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block
         )
 
     def store(self, tensor: str, index: tuple[Any, ...], value: str, block: str = "entry") -> None:
@@ -199,7 +179,7 @@ class KernelBuilder:
         check: Checks = tuple(
             (a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ROW_AXES
         )
-        self.add(Store(f"_store_{sum(map(len, self.ops.values()))}", access, value, check), block)
+        self.add(tile.Store(f"_store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
     def ordered_accumulate(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
         """Store the program's tile of `tensor`, or add it to the tile that the other program of its pair has stored.
@@ -213,7 +193,7 @@ class KernelBuilder:
         )
         ticket = mod(number, sympy.Integer(2))
         self.add(
-            OrderedAccumulate(
+            tile.OrderedAccumulate(
                 f"_merge_{value}", access, value, ((self.program_axis, "always"),), "", semaphore, ticket, ends
             ),
             "entry",
@@ -230,7 +210,7 @@ class KernelBuilder:
         ticket, makers = order_of(own, tiles, listed_blocks(self.spec), places=self.signature.places)
         for op in makers:
             self.add(op, "step")
-        self.add(OrderedAdd(f"_add_{value}", access, value, check, "", counter, ticket), "step")
+        self.add(tile.OrderedAdd(f"_add_{value}", access, value, check, "", counter, ticket), "step")
 
     def row(self, axis: str) -> str:
         """The name of the first row of a tile of an axis, in tensors with a row for each query or key of the call."""
@@ -242,12 +222,12 @@ class KernelBuilder:
         return symbol(CALL_ROWS[extent] if self.signature.places else extent)
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
-        return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)
+        return self.add(tile.Init(name, sympy.sympify(value), Type("f32", dims)), block)
 
     def carried(self, block: str, **starts: str) -> None:
         """Declare a loop body's arguments, typed as the values they start from."""
         for name, start in starts.items():
-            self.add(Arg(name, "carry", self.types[start]), block)
+            self.add(tile.Arg(name, "carry", self.types[start]), block)
 
     def loop(
         self,
@@ -262,21 +242,22 @@ class KernelBuilder:
         **starts: str,
     ) -> str:
         self.add(
-            Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls, heads=heads), block
+            tile.Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls, heads=heads),
+            block,
         )
         self.types.update({f"{name}.{f}": self.types[s] for f, s in starts.items()})
         return name
 
     def dot(self, name: str, a: str, b: str, over: str, block: str, acc: str | None = None) -> str:
         dims = tuple(d for v in (a, b) for d in self.types[v].dims if d != over)
-        return self.add(Dot(name, a, b, over, Type("f32", dims), acc), block)
+        return self.add(tile.Dot(name, a, b, over, Type("f32", dims), acc), block)
 
     def map(
         self, name: str, expr: Any, block: str = "entry", dtype: str = "f32", score: bool = False, **uses: str
     ) -> str:
         """Add an elementwise expression. The result has the dimensions of its widest operand."""
         dims = max((self.types[r].dims for r in uses.values()), key=len, default=())
-        return self.add(Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
+        return self.add(tile.Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
 
     def deinterleave(self, name: str, value: str, columns: str, block: str = "entry") -> str:
         """Split a tile into its even and odd columns, `name.even` and `name.odd`, each with dimension `columns`.
@@ -285,16 +266,16 @@ class KernelBuilder:
         """
         of = self.types[value]
         dtype = "fp16" if of.quantised else of.dtype
-        return self.add(Deinterleave(name, value, Type(dtype, (*of.dims[:1], columns))), block)
+        return self.add(tile.Deinterleave(name, value, Type(dtype, (*of.dims[:1], columns))), block)
 
     def interleave(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:
         """Interleave two tiles: the even columns are the value `columns` + `even`, the odd ones the value `columns` +
         `odd`."""
-        return self.add(Interleave(name, f"{columns}even", f"{columns}odd", type_), block)
+        return self.add(tile.Interleave(name, f"{columns}even", f"{columns}odd", type_), block)
 
     def reduce_sum(self, name: str, value: str, over: str, block: str = "entry") -> str:
         dims = tuple(d for d in self.types[value].dims if d != over)
-        return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
+        return self.add(tile.Reduce(name, value, "sum", over, Type("f32", dims)), block)
 
     def load_inputs(self) -> None:
         """Load the inputs of mask and modifiers: in the loop's body if they vary along the loop or with its head, else
@@ -319,7 +300,7 @@ class KernelBuilder:
             return
         at, inside = self._inside(read, block)
         value = Type(self.tensor_types[read.tensor].dtype, self._dims(_symbols((*at, inside))))
-        self.add(Gather(read.name, Access(tensor, at), self.uses((*at, inside)), value, inside), block)
+        self.add(tile.Gather(read.name, Access(tensor, at), self.uses((*at, inside)), value, inside), block)
 
     def scatter(self, read: Read, tensor: str, value: str, block: str = "entry") -> None:
         """Add a value to `tensor` where `read` reads, summed first over the dimensions on which the index does not
@@ -329,7 +310,7 @@ class KernelBuilder:
         for over in [d for d in self.types[value].dims if d not in dims]:
             value = self.reduce_sum(f"{tensor.lower()}_{AXIS_OF[over]}_sum", value, over, block)
         name = f"scatter_{sum(map(len, self.ops.values()))}"
-        self.add(Scatter(name, Access(tensor, at), value, self.uses((*at, inside)), inside), block)
+        self.add(tile.Scatter(name, Access(tensor, at), value, self.uses((*at, inside)), inside), block)
 
     def index_value(self, read: Read, dim: int, name: str, block: str) -> str:
         """The index along a dimension at which a tensor is read, as a value; a negative one counts from the end."""
@@ -397,7 +378,7 @@ class KernelBuilder:
     def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:
         """Add an expression in values of the kernel and positions. The result has all of their dimensions."""
         e = e.xreplace(self.heads)
-        return self.add(Map(name, e, self.uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
+        return self.add(tile.Map(name, e, self.uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
 
     def mask(self, name: str, value: str, where: Bool, block: str) -> str:
         """Apply a condition to a value; a condition that is always true leaves the value as it is."""
@@ -407,7 +388,7 @@ class KernelBuilder:
         used = _symbols((where,))
         uses = tuple((read.name, read.name) for read in self.needed if symbol(read.name) in used)
         facts = tuple(Fact(*(e.xreplace(self.heads) for e in fact)) for fact in self.facts)
-        return self.add(Mask(name, value, where, uses, self.types[value], facts), block)
+        return self.add(tile.Mask(name, value, where, uses, self.types[value], facts), block)
 
     def compute_scale(self) -> None:
         """Compute the factor from product to score in base 2, if nothing else modifies scores."""
@@ -419,16 +400,18 @@ class KernelBuilder:
         if self.spec.dropout:
             for name in DROPOUT_SCALARS:
                 self.declare_scalar(name)
-            self.add(Seed("seed", "SEED", Type("i64")))
+            self.add(tile.Seed("seed", "SEED", Type("i64")))
 
     def dropout_mask(self, head: Any, *dims: str) -> None:
         """Generate the dropout mask of a tile of probabilities in the loop's body, if the spec has dropout."""
         if self.spec.dropout:
-            self.add(DropoutMask("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
+            self.add(tile.DropoutMask("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
 
     def dropped(self, value: str) -> str:
         """A tile of probabilities in the loop body after dropout; without dropout the tile itself."""
-        return self.add(Dropout("p_kept", value, "keep", self.types[value]), "step") if self.spec.dropout else value
+        return (
+            self.add(tile.Dropout("p_kept", value, "keep", self.types[value]), "step") if self.spec.dropout else value
+        )
 
     def kernel(self) -> Kernel:
         blocks = tuple(Block(n, tuple(ops)) for n, ops in self.ops.items())

@@ -11,6 +11,7 @@ from attngen.builders.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.builders.quantised import interleave_values, load_latents, multiply_keys, multiply_values, split_queries
 from attngen.builders.semantics import S, exact_partials, exact_sums, unbounded
 from attngen.builders.signature import Signature, with_stats
+from attngen.ir import tile
 from attngen.ir.core import Type
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.dtypes import ELEMENTS
@@ -18,7 +19,6 @@ from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol
 from attngen.ir.grid import KVSplit
 from attngen.ir.kernel import Kernel
 from attngen.ir.names import OF_KEYS, OUTPUTS
-from attngen.ir.ops import HALVES, SoftmaxStep, Yield
 from attngen.ir.split_axes import part
 from attngen.ir.split_kv import work_item
 from attngen.spec import Spec
@@ -84,7 +84,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | No
     quantised = signature.cache is not None and signature.cache.scale in ("head", "page")
     if quantised:
         split_queries(b, kv)
-    accumulators = {f"acc_{half}": "PAIRS_V" for half in HALVES} if quantised else {"acc": "D_V"}
+    accumulators = {f"acc_{half}": "PAIRS_V" for half in tile.HALVES} if quantised else {"acc": "D_V"}
     initial = _initial_state(b, accumulators)
     b.load_inputs()
     first, end = sympy.Integer(0), cdiv(b.extent("kv"), symbol("BLOCK_KV"))
@@ -100,7 +100,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | No
     if "e" in initial:
         carried["e"] = _entropy_sums(b, masked)
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
-    b.add(Yield("_yield_step", (("m", "soft.m"), ("l", "l_next"), *carried.items())), "step")
+    b.add(tile.Yield("_yield_step", (("m", "soft.m"), ("l", "l_next"), *carried.items())), "step")
 
     final = {
         **{name: f"keys.{name}" for name in initial if name not in accumulators},
@@ -159,7 +159,7 @@ def _softmax_step(b: KernelBuilder, accumulators: Iterable[str]) -> str:
     scores(b)
     masked = b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
     guard = "always" if unbounded(b.spec) else "partial"
-    b.add(SoftmaxStep("soft", masked, "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
+    b.add(tile.SoftmaxStep("soft", masked, "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
     for acc in accumulators:
         b.map(acc.replace("acc", "rescaled"), symbol("acc") * symbol("alpha"), "step", acc=acc, alpha="soft.alpha")
     return masked
@@ -333,7 +333,7 @@ def build_forward_kv_outer(spec: Spec) -> Kernel:
     b.load("k", "K", ("b", kv, "kv", "d_qk"), "tile")
     b.load("v", "V", ("b", kv, "kv", "d_v"), "tile")
     b.loop("queries", "q", cdiv(b.extent("q"), symbol("BLOCK_Q")), "step", "tile")
-    b.add(Yield("_yield_tile", ()), "tile")
+    b.add(tile.Yield("_yield_tile", ()), "tile")
 
     rows = ("b", "h", "q")
     b.load("q", "Q", (*rows, "d_qk"), "step")
@@ -348,7 +348,7 @@ def build_forward_kv_outer(spec: Spec) -> Kernel:
         scores(b)
     b.mask("masked", "s" if scale else "score", sympy.And(b.where, in_bounds("kv")), "step")
     guard = "always" if unbounded(spec) else "partial"
-    b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), scale, guard), "step")
+    b.add(tile.SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), scale, guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
     b.dot("acc_next", _p_operand(b, "soft.p"), "v", "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")
@@ -356,7 +356,7 @@ def build_forward_kv_outer(spec: Spec) -> Kernel:
     b.store("ROW_MAX", rows, "soft.m", "step")
     b.store("ROW_SUM", rows, "l_next", "step")
     b.store("O_ACC", (*rows, "d_v"), "acc_next", "step")
-    b.add(Yield("_yield_step", ()), "step")
+    b.add(tile.Yield("_yield_step", ()), "step")
     return b.kernel()
 
 

@@ -15,13 +15,13 @@ from attngen.builders.host_input_gradients import NEED_INPUTS, sum_input_gradien
 from attngen.builders.positions import of_call, of_whole_type
 from attngen.builders.signature import partial_tensors
 from attngen.heuristics import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
+from attngen.ir import tile
 from attngen.ir.core import Type
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.host import Host, View
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import FLAT, LSE, OUTPUTS, PAIRS, SHAPES, WHOLE_LENGTHS
-from attngen.ir.ops import Arg, Map
 from attngen.ir.split_axes import sharing
 from attngen.spec import Spec
 from attngen.tiles.launches import rows_are_aligned
@@ -104,7 +104,7 @@ def _jvp(module: Module) -> Host:
     operands(b, module, "jvp")
     for i in module.inputs:
         if i.grad:
-            b.add(Arg(f"t{i.name.upper()}", "in", Type(i.dtype, i.shape, "hbm")))
+            b.add(tile.Arg(f"t{i.name.upper()}", "in", Type(i.dtype, i.shape, "hbm")))
     written = [arg.name for arg in kernel.args if arg.role == "out"]
     for name in written:
         b.alloc(name, like="Q" if name == "tO" else None)
@@ -136,7 +136,7 @@ def _backward(module: Module) -> Host:
     operands(b, module, "backward")
     flags = ["need_q", "need_kv", *(["need_inputs"] if module.input_gradients else [])]
     for flag in flags:
-        b.add(Arg(flag, "flag", Type("b1", (), "reg")))
+        b.add(tile.Arg(flag, "flag", Type("b1", (), "reg")))
     summed = any(x.reduction != "delta" for x in module.input_gradients)
     b.alloc("dQ", like="Q", where=sympy.Or(NEED_Q, NEED_INPUTS) if summed else NEED_Q)
     kv_outer = module.order == "kv_outer"
@@ -162,16 +162,18 @@ def _backward(module: Module) -> Host:
             wanted = sympy.And(wanted, rows_are_aligned())
         limited = None
         if sharing(fused.grid):
-            b.add(Map("_use_fused", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg")))
+            b.add(
+                tile.Map("_use_fused", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg"))
+            )
             limited = wanted = sympy.Gt(symbol("_use_fused"), 0)
         if shared:
-            b.add(Map("splits", _splits(limited), (), Type("i32", (), "reg")))
+            b.add(tile.Map("splits", _splits(limited), (), Type("i32", (), "reg")))
         b.branch("Use_fused", "fused", where=wanted, orelse="separate")
         _launch_fused(b, module, fused)
         _launch_by_owner(b, module, "separate")
     else:
         if shared:
-            b.add(Map("splits", _splits(None), (), Type("i32", (), "reg")))
+            b.add(tile.Map("splits", _splits(None), (), Type("i32", (), "reg")))
         _launch_by_owner(b, module)
     results = {"dQ": "dQ", "dK": "dK", "dV": "dV"}
     if kv_outer:  # @bwd always writes both
@@ -215,7 +217,7 @@ def _launch_fused(b: HostBuilder, module: Module, fused: Kernel) -> None:
     """Launch one kernel for all gradients, then a kernel that casts its sums of dQ to the element type."""
     b.launch("delta", "fused")
     if sharing(fused.grid):
-        b.add(Map(PAIRS, floordiv(symbol("splits") + 1, sympy.Integer(2)), (), Type("i32", (), "reg")), "fused")
+        b.add(tile.Map(PAIRS, floordiv(symbol("splits") + 1, sympy.Integer(2)), (), Type("i32", (), "reg")), "fused")
     allocated = {"dK", "dV", *(x.partials for x in module.input_gradients)}
     for arg in fused.args:
         if arg.name not in allocated and arg.role in ("out", "sum"):
@@ -227,7 +229,7 @@ def _launch_fused(b: HostBuilder, module: Module, fused: Kernel) -> None:
     b.launch("dq_end", "fused")
 
 
-def _initial(module: Module, arg: Arg) -> dict[str, Any]:
+def _initial(module: Module, arg: tile.Arg) -> dict[str, Any]:
     """What a tensor of the fused backward is filled with: sums with 0.
 
     With chunks, a call may have a part of the keys, and gets the LSE of all of them. No program writes the dQ of a row

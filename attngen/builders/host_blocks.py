@@ -9,13 +9,13 @@ import sympy
 
 from attngen.builders.host_builder import HostBuilder, known_type
 from attngen.builders.positions import of_whole_type
+from attngen.ir import tile
 from attngen.ir.core import Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import ClassifyBlocks, Host, ListBlocks
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
 from attngen.ir.names import WHOLE_LENGTHS, block_lists
-from attngen.ir.ops import Arg, Base, Gather, Load, Map, Mask
 
 
 def build_count(module: Module, blocks: Blocks) -> Host:
@@ -30,10 +30,10 @@ def build_count(module: Module, blocks: Blocks) -> Host:
     for arg in kernel.args:
         if arg.role == "in":
             type_ = of_whole_type(arg.type) if module.chunk else arg.type
-            b.add(Arg(arg.name, "in", replace(type_, space="hbm")))
+            b.add(tile.Arg(arg.name, "in", replace(type_, space="hbm")))
     for i in module.inputs:
         if not i.shape and (any(a.name == i.name for a in kernel.args) or i.name in WHOLE_LENGTHS.values()):
-            b.add(Arg(i.name, "scalar", Type(i.dtype, (), "reg")))
+            b.add(tile.Arg(i.name, "scalar", Type(i.dtype, (), "reg")))
     one = {size: sympy.Integer(1) for size, letter in (("B", "b"), ("Hq", "h")) if not _depends(kernel, letter)}
     dims = tuple("1" if d in one else d for d in known_type("COUNT").dims)
     b.alloc("COUNT", type_=Type("f32", dims, "hbm"), fill=sympy.Integer(0))
@@ -47,14 +47,14 @@ def _depends(kernel: Kernel, letter: str) -> bool:
     """True if the mask that the kernel evaluates depends on `letter`: the sequence (`b`) or the head (`h`)."""
     written = {a.name for a in kernel.args if a.role == "out"}
     for op in kernel.ops():
-        if isinstance(op, (Base, Load)) and op.src.tensor not in written:
+        if isinstance(op, (tile.Base, tile.Load)) and op.src.tensor not in written:
             expressions: tuple[Any, ...] = op.src.index
-        elif isinstance(op, Gather):
+        elif isinstance(op, tile.Gather):
             expressions = (*op.src.index, op.where)
-        elif isinstance(op, Mask):
+        elif isinstance(op, tile.Mask):
             expressions = (op.where,)
         else:
-            expressions = (op.expr,) if isinstance(op, Map) else ()
+            expressions = (op.expr,) if isinstance(op, tile.Map) else ()
         if any(symbol(letter) in e.free_symbols for e in expressions):
             return True
     return False
@@ -67,11 +67,11 @@ def build_lists(blocks: Blocks, data: bool) -> Host:
     if data:
         for name in ("Q", "K"):
             b.tensor(name)
-        b.add(Arg("COUNT", "in", Type("f32", ("*", "*", "Tq", "Ts"), "hbm")))
+        b.add(tile.Arg("COUNT", "in", Type("f32", ("*", "*", "Tq", "Ts"), "hbm")))
         b.add(ClassifyBlocks("blocks", "COUNT", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
         mask, full = "blocks.seen", "blocks.full"
     else:
-        b.add(Arg(mask, "in", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
+        b.add(tile.Arg(mask, "in", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
     results: dict[str, str] = {}
     for axis, (rows, columns) in (("q", ("Tq", "Tk")), ("kv", ("Tk", "Tq"))):
         b.add(ListBlocks(f"of_{axis}", mask, axis, Type("i32", ("*", "*", rows, columns), "hbm"), full))

@@ -6,11 +6,11 @@ from typing import Any
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.core import Block, Op, Type, Uses
 from attngen.ir.host import Alloc, Host, If, Launch, View
 from attngen.ir.module import Module
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
-from attngen.ir.ops import Arg, Yield
 
 
 class HostBuilder:
@@ -26,7 +26,7 @@ class HostBuilder:
 
     def tensor(self, name: str) -> str:
         """Declare an argument whose type is the same in every module."""
-        return self.add(Arg(name, "in", known_type(name)))
+        return self.add(tile.Arg(name, "in", known_type(name)))
 
     def type_of(self, name: str) -> Type:
         """The type of a value of the program."""
@@ -43,7 +43,7 @@ class HostBuilder:
         self.add(If(name, then, **options), block)
 
     def give(self, block: str = "entry", **values: str) -> None:
-        self.add(Yield(f"_yield_{self._count()}", tuple(values.items())), block)
+        self.add(tile.Yield(f"_yield_{self._count()}", tuple(values.items())), block)
 
     def _count(self) -> int:
         return sum(map(len, self.blocks.values()))
@@ -92,20 +92,20 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
     }
     for name, (dtype, dims) in given.items():
         shape = tuple("Nc" if d == "Nk" and direction == "decode" else d for d in dims)
-        b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
+        b.add(tile.Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
     lists = {axis: block_lists(axis, module.blocks.data) if module.blocks else {} for axis in ("q", "kv")}
     listed_axes = {"forward": ("q",), "jvp": ("q",), "key_mass": ("kv",)}.get(direction, ("q", "kv"))
     for axis in listed_axes if only_key_mass else lists:
         for name, dims in lists[axis].items():
-            b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
+            b.add(tile.Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
     drops = module.dropout and not only_key_mass
     if drops:
-        b.add(Arg("SEED", "in", Type("i64", (), "hbm")))
+        b.add(tile.Arg("SEED", "in", Type("i64", (), "hbm")))
     numbers = {i.name: i.dtype for i in module.inputs if not i.shape and (not only_key_mass or i.name in read)} | (
         DROPOUT_SCALARS if drops else {}
     )
     for name, dtype in (numbers | {"scale": "f32"}).items():
-        b.add(Arg(name, "scalar", Type(dtype, (), "reg")))
+        b.add(tile.Arg(name, "scalar", Type(dtype, (), "reg")))
     for axis in listed_axes:
         for name, dims in lists[axis].items():
             b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))

@@ -9,13 +9,13 @@ import sympy
 
 from attngen.builders.host_builder import HostBuilder
 from attngen.builders.positions import whole
+from attngen.ir import tile
 from attngen.ir.core import Type
 from attngen.ir.expr import LARGEST, Expr, exp2, log2, symbol
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.host import If, Place, Sum, SumDistances, View
 from attngen.ir.module import Input, InputGradient, Module
 from attngen.ir.names import LSE, WHOLE_LENGTHS
-from attngen.ir.ops import Map
 
 NEED_INPUTS = symbol("need_inputs")
 _ROWS = ("B", "Hq", "Nq")
@@ -40,7 +40,9 @@ def _gradient(b: HostBuilder, module: Module, i: Input) -> str:
     if len(terms) == 1:
         return terms[0]
     type_ = Type("f32", i.shape, "hbm")
-    return b.add(Map(f"d_{i.name}", sympy.Add(*map(symbol, terms)), tuple((t, t) for t in terms), type_), "gradients")
+    return b.add(
+        tile.Map(f"d_{i.name}", sympy.Add(*map(symbol, terms)), tuple((t, t) for t in terms), type_), "gradients"
+    )
 
 
 def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -> str:
@@ -52,7 +54,7 @@ def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -
     if x.reduction == "delta":  # minus the sink's probability, times delta, because the sink has no value vector
         e, uses = _of_sink(symbol(i.name), module, kept)
         uses |= {i.name: tensor, "delta": "DELTA", **kept}
-        b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
+        b.add(tile.Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
         return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
     if x.reduction == "distance":
         index = tuple(_of_whole(e) for e in x.index) if module.chunk else x.index
@@ -61,7 +63,7 @@ def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -
             return name
         uses = {"sums": name, **kept}
         return b.add(
-            Map(f"{name}_kept", sympy.Mul(*map(symbol, uses)), tuple(uses.items()), Type("f32", i.shape, "hbm")),
+            tile.Map(f"{name}_kept", sympy.Mul(*map(symbol, uses)), tuple(uses.items()), Type("f32", i.shape, "hbm")),
             "gradients",
         )
     return _sum_to_index(b, module, i, x, name)

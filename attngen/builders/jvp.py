@@ -12,10 +12,10 @@ from attngen.builders.forward import sink_of
 from attngen.builders.recompute import compute_lse2, load_stats, probabilities, where_seen
 from attngen.builders.semantics import S, derivative, exact_sums, only_fp32
 from attngen.builders.signature import Signature, with_stats
+from attngen.ir import tile
 from attngen.ir.expr import LARGEST, cdiv, exp2, finite, log2, select, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Read
-from attngen.ir.ops import Yield
 from attngen.spec import Spec
 
 JVP = Signature(
@@ -93,7 +93,7 @@ def build_jvp(spec: Spec) -> Kernel:
         "tscore",
         f_s * symbol("scale") * symbol("ts") + sympy.Add(*(slope * symbol(f"t{read.name}") for slope, read in along)),
     )
-    b.add(Yield("_yield_step", tuple(_add_tile(b, with_entropy).items())), "step")
+    b.add(tile.Yield("_yield_step", tuple(_add_tile(b, with_entropy).items())), "step")
 
     end = {field: f"keys.{field}" for field in starts}
     _store(b, rows, end if normalised else _normalised(b, rows, end), sink, reads)

@@ -6,9 +6,9 @@ from attngen.builders.common import KernelBuilder, kv_head
 from attngen.builders.recompute import compute_lse2, load_stats, probabilities
 from attngen.builders.semantics import exact_sums
 from attngen.builders.signature import Signature, with_stats
+from attngen.ir import tile
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Yield
 from attngen.spec import Spec
 
 SIGNATURE = Signature(
@@ -46,6 +46,6 @@ def build_key_mass(spec: Spec) -> Kernel:
     probabilities(b, "k", "q")
     b.reduce_sum("p_sum", "p", "BLOCK_Q", "step")
     b.map("mass_next", symbol("mass") + symbol("p_sum"), "step", mass="mass", p_sum="p_sum")
-    b.add(Yield("_yield_step", (("mass", "mass_next"),)), "step")
+    b.add(tile.Yield("_yield_step", (("mass", "mass_next"),)), "step")
     b.store("KEY_MASS", ("b", "h", "kv"), "queries.mass")
     return b.kernel()

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from attngen.ir import tile
 from attngen.ir.core import Op, Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import Launch
 from attngen.ir.module import Derived, Input, Module, unit_of
 from attngen.ir.names import CALL_ROWS, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
-from attngen.ir.ops import Arg
 from attngen.lang.chunks import chunk_positions
 
 LOOPS = {"q": "kv", "kv": "q"}  # program axis -> the axis that its loops run over
@@ -81,13 +81,13 @@ def with_call_rows(type_: Type) -> Type:
     return replace(type_, dims=tuple(CALL_ROWS.get(dim, dim) for dim in type_.dims))
 
 
-def chunk_args(axis: str, adds: bool) -> list[Arg]:
+def chunk_args(axis: str, adds: bool) -> list[tile.Arg]:
     """Return the arguments of a kernel that say where its rows lie.
 
     axis: the program axis. adds: whether programs add in an order, which is computed from the ranks of their tiles.
     """
     given = [*STARTS.values(), START_RANKS[LOOPS[axis]], *([START_RANKS[axis]] if adds else [])]
-    return [Arg(name, "in", Type("i32", dims)) for name, dims in given]
+    return [tile.Arg(name, "in", Type("i32", dims)) for name, dims in given]
 
 
 def of_call(type_: Type) -> Type:

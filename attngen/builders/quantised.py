@@ -17,11 +17,11 @@ import sympy
 from attngen.builders.common import KernelBuilder
 from attngen.heuristics import UNIT
 from attngen.interp.e4m3 import LARGEST
-from attngen.ir.core import Access, Type
+from attngen.ir import tile
+from attngen.ir.core import Access, Type, only
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import select, symbol
 from attngen.ir.names import SCALES
-from attngen.ir.ops import HALVES, Gather, Load, Map, Reduce
 
 SMALLEST = sympy.Float(2.0**-126)  # smallest scale, because it is a divisor
 
@@ -43,18 +43,18 @@ def load_scales(b: KernelBuilder, head: Any, block: str) -> None:
     tile's page, or one per row."""
     if _by_head(b):
         for tensor in SCALES.values():
-            b.add(Load(tensor.lower(), Access(tensor, (head,)), Type("f32")))
+            b.add(tile.Load(tensor.lower(), Access(tensor, (head,)), Type("f32")))
         return
     dims: tuple[str, ...] = ("BLOCK_KV",)
-    page = next(op for op in b.ops[block] if isinstance(op, Gather) and op.name == "page")
+    page = next(op for op in only(b.ops[block], tile.Gather) if op.name == "page")
     if _by_tile(b, block):
         first = {symbol("kv_idx"): symbol("kv_start")}
         at, where = Access("PAGE_TABLE", tuple(e.xreplace(first) for e in page.src.index)), page.where.xreplace(first)
-        page, dims = Gather("first_page", at, b.uses((*at.index, where)), Type("i32"), where), ()
+        page, dims = tile.Gather("first_page", at, b.uses((*at.index, where)), Type("i32"), where), ()
         b.add(page, block)
     for tensor in SCALES.values():
         at = Access(tensor, (symbol(page.name), head))
-        b.add(Gather(tensor.lower(), at, b.uses((*at.index, page.where)), Type("f32", dims), page.where), block)
+        b.add(tile.Gather(tensor.lower(), at, b.uses((*at.index, page.where)), Type("f32", dims), page.where), block)
 
 
 def split_queries(b: KernelBuilder, head: Any) -> None:
@@ -62,7 +62,7 @@ def split_queries(b: KernelBuilder, head: Any) -> None:
     whole head."""
     q, q_size = symbol("q"), symbol("q_size")
     b.map("q_abs", sympy.Max(q, -q), q="q")
-    b.add(Reduce("q_size", "q_abs", "max", "D_QK", Type("f32", ("BLOCK_Q",))))
+    b.add(tile.Reduce("q_size", "q_abs", "max", "D_QK", Type("f32", ("BLOCK_Q",))))
     b.map("q_unit", select(q_size > 0, q / q_size, q), dtype="fp16", q="q", q_size="q_size")
     b.deinterleave("q_columns", "q_unit", "PAIRS_QK")
     if _by_head(b):
@@ -99,20 +99,20 @@ def multiply_values(b: KernelBuilder, head: Any, p: str) -> dict[str, str]:
     if _by_head(b):
         return {
             f"acc_{half}": b.dot(f"acc_{half}_next", p, f"v.{half}", "BLOCK_KV", "step", acc=f"rescaled_{half}")
-            for half in HALVES
+            for half in tile.HALVES
         }
     factor = "v_scale"
     if not _by_tile(b, "step"):
         v_scale, factor, v_size = symbol("v_scale"), "v_size", symbol("v_size")
-        b.add(Reduce("v_size", "v_scale", "max", "BLOCK_KV", Type("f32")), "step")
+        b.add(tile.Reduce("v_size", "v_scale", "max", "BLOCK_KV", Type("f32")), "step")
         b.map("v_unit", select(v_size > 0, v_scale / v_size, 0), "step", v_scale="v_scale", v_size="v_size")
         p = b.map("p_scaled", symbol("p") * symbol("v_unit"), "step", p=p, v_unit="v_unit")
     found = {}
-    for half in HALVES:
+    for half in tile.HALVES:
         part, rescaled = b.dot(f"part_{half}", p, f"v.{half}", "BLOCK_KV", "step"), f"rescaled_{half}"
         total = symbol("rescaled") + symbol("summed") * symbol(factor)
         uses = (("rescaled", rescaled), ("summed", part), (factor, factor))
-        found[f"acc_{half}"] = b.add(Map(f"acc_{half}_next", total, uses, b.types[part]), "step")
+        found[f"acc_{half}"] = b.add(tile.Map(f"acc_{half}_next", total, uses, b.types[part]), "step")
     return found
 
 
@@ -135,7 +135,7 @@ def scale_latents(b: KernelBuilder) -> None:
     """Compute `k_scale`, the scales of a tile of new latents. A scale maps the largest number of its group to the
     largest 8-bit number."""
     b.map("k_abs", sympy.Max(symbol("k"), -symbol("k")), k="k")
-    b.add(Reduce("k_size", "k_abs", "max", "D_V", Type("f32", ("BLOCK_KV", "GROUPS_V"))))
+    b.add(tile.Reduce("k_size", "k_abs", "max", "D_V", Type("f32", ("BLOCK_KV", "GROUPS_V"))))
     b.map("k_scale", sympy.Max(symbol("k_size") / LARGEST, SMALLEST), k_size="k_size")
 
 
@@ -144,6 +144,6 @@ def quantise(b: KernelBuilder, value: str, scale: str, pairs: str) -> str:
     cache = b.signature.cache
     assert cache is not None
     uses = ((value, value), (scale, scale))
-    made = b.add(Map(f"{value}_unit", symbol(value) / symbol(scale), uses, Type("f32", b.types[value].dims)))
+    made = b.add(tile.Map(f"{value}_unit", symbol(value) / symbol(scale), uses, Type("f32", b.types[value].dims)))
     columns = b.deinterleave(f"{value}_columns", made, pairs)
     return b.interleave(f"{value}_pairs", f"{columns}.", Type(QUANTISED[cache.dtype], (*b.types[made].dims[:1], pairs)))

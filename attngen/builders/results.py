@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.dtypes import result_type
 from attngen.ir.host import Alloc, Host, View
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Map, Store
 
 _OUTPUTS = ("O", "tO")  # the output and its tangent
 
@@ -25,7 +25,7 @@ def with_results(module: Module) -> Module:
         return module
 
     def of_kernel(kernel: Kernel) -> Kernel:
-        stored = {op.value for op in kernel.ops() if isinstance(op, Store) and op.dst.tensor in _OUTPUTS}
+        stored = {op.value for op in only(kernel.ops(), tile.Store) if op.dst.tensor in _OUTPUTS}
         change = _typed({*_OUTPUTS} | stored, dtype)
         return kernel.rewrite(lambda _, op: change(op))
 
@@ -40,7 +40,7 @@ def _typed(names: set[str], dtype: str) -> Callable[[Op], list[Op]]:
     """Casts the named outputs to the output dtype."""
 
     def change(op: Op) -> list[Op]:
-        if isinstance(op, (Alloc, Arg, Map, View)) and op.name in names:
+        if isinstance(op, (Alloc, tile.Arg, tile.Map, View)) and op.name in names:
             return [replace(op, type=replace(op.type, dtype=dtype))]
         return [op]
 

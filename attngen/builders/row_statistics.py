@@ -8,10 +8,10 @@ from attngen.builders.common import KernelBuilder
 from attngen.builders.recompute import compute_lse2, load_stats
 from attngen.builders.semantics import exact_sums
 from attngen.builders.signature import Signature, with_stats
+from attngen.ir import tile
 from attngen.ir.core import Access, Type
 from attngen.ir.expr import select, symbol
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Gather
 from attngen.lang.part import Q
 from attngen.spec import Spec
 
@@ -85,7 +85,7 @@ def load_outputs(b: KernelBuilder) -> None:
             b.load(name, name.upper(), rows)
         row = Q - symbol("q_start") + symbol(b.row("q"))
         place = Access(f"d{name.upper()}", (symbol("b"), symbol("h"), row))
-        b.add(Gather(f"d{name}", place, (), Type("f32", ("BLOCK_Q",)), sympy.Lt(row, symbol(length))))
+        b.add(tile.Gather(f"d{name}", place, (), Type("f32", ("BLOCK_Q",)), sympy.Lt(row, symbol(length))))
 
 
 def store_statistics(b: KernelBuilder) -> None:

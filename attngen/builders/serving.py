@@ -25,6 +25,7 @@ from attngen.builders.semantics import exact_partials, listed_blocks
 from attngen.builders.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
 from attngen.heuristics import CTAS_PER_SM_LATENT, CTAS_PER_SM_QUANTISED, FEW_LATENT, FEW_QUERIES, UNIT, WAVES_LATENT
+from attngen.ir import tile
 from attngen.ir.core import Access, Type, Uses
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
@@ -34,7 +35,6 @@ from attngen.ir.host import Copy, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Cache, Module
 from attngen.ir.names import LSE_PARTIALS, OF_CACHE, SCALES, SHAPES, SUM_PARTIALS
-from attngen.ir.ops import Append, Arg, Load, Map, Reduce, Yield
 from attngen.ir.split_kv import combined_work_items, max_work_items
 from attngen.spec import Spec
 
@@ -143,20 +143,20 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
     b = KernelBuilder(spec, signature)
     made = {"K_SCALE": "group_v"} if cache.scale == "columns" else {}  # scales of the new keys
     for name, column in parts.items():
-        b.add(Arg(f"{name}_NEW", "in", Type("T", ("B", "Hkv", "Nk", AXIS_DIM[column]))))
+        b.add(tile.Arg(f"{name}_NEW", "in", Type("T", ("B", "Hkv", "Nk", AXIS_DIM[column]))))
     for name in (name for name in signature.reads[2:] if name not in made):
-        b.add(Arg(name, "in", tensor_type(name, signature)))
+        b.add(tile.Arg(name, "in", tensor_type(name, signature)))
     for name, column in parts.items():
-        b.add(Arg(name, "out", cached_type(cache, name, AXIS_DIM[column])))
+        b.add(tile.Arg(name, "out", cached_type(cache, name, AXIS_DIM[column])))
     for name in made:
-        b.add(Arg(name, "out", tensor_type(name, signature)))
+        b.add(tile.Arg(name, "out", tensor_type(name, signature)))
     head = SHARINGS[spec.heads.sharing].owned
     for name in (*(str(axis.extent) for axis in b.grid if axis.var in ("h", "hkv")), "Nk", "Nc"):
         b.declare_scalar(name)
     if cache.page == "page_rows":
         b.declare_scalar("page_rows")
-    b.add(Load("before", Access("CACHE_SEQLENS", (symbol("b"),)), Type("i32")))
-    b.add(Map("rows", symbol("before") + symbol("kv_idx"), (("before", "before"),), Type("i32", ("BLOCK_KV",))))
+    b.add(tile.Load("before", Access("CACHE_SEQLENS", (symbol("b"),)), Type("i32")))
+    b.add(tile.Map("rows", symbol("before") + symbol("kv_idx"), (("before", "before"),), Type("i32", ("BLOCK_KV",))))
     pages = None
     if cache.page:
         b.pages("page", symbol("rows"), "entry")
@@ -173,7 +173,11 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
             column = column.replace("d_", "pair_")
             value = quantise(b, value, SCALES[tensor].lower(), AXIS_DIM[column])
         index = (*(() if pages else (symbol("b"),)), head, symbol("kv"), symbol(column))
-        b.add(Append(f"_append_{tensor}", Access(tensor, index), value, (("kv", "always"),), rows="rows", pages=pages))
+        b.add(
+            tile.Append(
+                f"_append_{tensor}", Access(tensor, index), value, (("kv", "always"),), rows="rows", pages=pages
+            )
+        )
     return b.kernel()
 
 
@@ -212,7 +216,7 @@ def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
     exponent = b.load(exponents.lower(), exponents, (head, combined_work_items(), "q"), "combine", other=-sympy.oo)
     of_sums = [b.load(name.lower(), name, (head, combined_work_items(), "q"), "combine") for name in sums]
     b.load("o_partial", outputs, (head, combined_work_items(), "q", "d_v"), "combine")
-    b.add(Reduce("greatest", exponent, "max", "BLOCK_KV_splits", Type("f32", ("BLOCK_Q",))), "combine")
+    b.add(tile.Reduce("greatest", exponent, "max", "BLOCK_KV_splits", Type("f32", ("BLOCK_Q",))), "combine")
     b.map("m_next", sympy.Max(m, symbol("greatest")), "combine", m="m", greatest="greatest")
     b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "combine", m_next="m_next")
     b.map("alpha", exp2(m - symbol("base")), "combine", m="m", base="base")
@@ -223,7 +227,7 @@ def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
     b.map("weighed", symbol("o_partial") * symbol("weights"), "combine", o_partial="o_partial", weights="weights")
     b.reduce_sum("o_sum", "weighed", "BLOCK_KV_splits", "combine")
     b.map("acc_next", acc * symbol("alpha") + symbol("o_sum"), "combine", acc="acc", alpha="alpha", o_sum="o_sum")
-    b.add(Yield("_yield_combine", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "combine")
+    b.add(tile.Yield("_yield_combine", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "combine")
 
     store_results(b, head, sink, {name: f"over_KV_splits.{name}" for name in starts})
     return b.kernel()
@@ -248,8 +252,8 @@ def _scale_tensors(cache: Cache) -> tuple[str, ...]:
 def _add_cache_args(spec: Spec, b: HostBuilder, cache: Cache) -> None:
     """Declare the cache arguments of a host program."""
     for name, width in _cache_tensors(spec).items():
-        b.add(Arg(f"{name}_CACHE", "in", replace(cached_type(cache, name, width), space="hbm")))
-    scales = [Arg(name, "in", Type("f32", cache.scales, "hbm")) for name in _scale_tensors(cache)]
+        b.add(tile.Arg(f"{name}_CACHE", "in", replace(cached_type(cache, name, width), space="hbm")))
+    scales = [tile.Arg(name, "in", Type("f32", cache.scales, "hbm")) for name in _scale_tensors(cache)]
     for arg in scales if cache.scale == "columns" else ():  # they lie in the cache
         b.add(arg)
     b.tensor("CACHE_SEQLENS")
@@ -270,7 +274,7 @@ def _add_capacity(b: HostBuilder, cache: Cache) -> None:
     """Compute the number of keys for which a sequence has room, if its pages determine it."""
     if cache.page:
         rows = symbol(cache.page) if cache.page == "page_rows" else sympy.Integer(int(cache.page))
-        b.add(Map("Nc", symbol("max_pages") * rows, (), Type("i32", (), "reg")))
+        b.add(tile.Map("Nc", symbol("max_pages") * rows, (), Type("i32", (), "reg")))
 
 
 def _host_append(spec: Spec, cache: Cache) -> Host:
@@ -294,7 +298,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) ->
     b.tensor("Q")
     _add_cache_args(spec, b, cache)
     operands(b, module, "decode")
-    b.add(Arg("Nn", "scalar", Type("i32", (), "reg")))
+    b.add(tile.Arg("Nn", "scalar", Type("i32", (), "reg")))
     _add_capacity(b, cache)
     b.alloc("O", like="Q")
     b.alloc("LSE")
@@ -303,7 +307,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) ->
     cached = _cached_operands(spec, b, "launches")
     for program, _ in in_cache(spec.derived()):
         for op in program.block("entry").ops:
-            if not isinstance(op, (Arg, Yield)):
+            if not isinstance(op, (tile.Arg, tile.Yield)):
                 b.add(op, "launches")
         cached += tuple((name, ref) for name, ref in program.results.items() if name != ref)
     # most rows of queries for @decode; programs that read the same keys
@@ -314,7 +318,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) ->
     busy = sympy.Max(1, floordiv(kv_split.programs * symbol("num_SMs"), sympy.Max(1, programs)))
     least = max_work_items(kv_split.each)
     room = sympy.Max(1, least) if kv_split.each else sympy.Max(kv_split.waves * busy, least)
-    b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")
+    b.add(tile.Map("items", room, (), Type("i32", (), "reg")), "few_queries")
     for name in _split_tensors(spec):
         b.alloc(name, "few_queries", Type("f32", ("Hkv", "items", "Gq", *SHAPES[name][3:]), "hbm"))
     view_rows(b, "few_queries")

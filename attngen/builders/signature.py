@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from attngen.builders.positions import chunk_args, with_call_rows
+from attngen.ir import tile
 from attngen.ir.core import Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.dtypes import QUANTISED
@@ -28,7 +29,6 @@ from attngen.ir.names import (
     block_lists,
     tensor_dtype,
 )
-from attngen.ir.ops import Arg
 
 
 class Signature(NamedTuple):
@@ -143,7 +143,9 @@ def _column(name: str, signature: Signature) -> str:
     return "D_V" if signature.latent and column == "D_QK" else column
 
 
-def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...], places: bool = False) -> list[Arg]:
+def partial_tensors(
+    gradients: Iterable[InputGradient], inputs: tuple[Input, ...], places: bool = False
+) -> list[tile.Arg]:
     """The tensors of inputs' partial gradients: one element per query, score, distance or element (see
     InputGradient.reduction).
 
@@ -159,7 +161,7 @@ def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...
         "element": lambda x: Type("f32", shapes[x.input]),
     }
     made = [(x, types[x.reduction](x)) for x in gradients if x.reduction != "delta"]
-    return [Arg(x.partials, "out", with_call_rows(type_) if places and x.by_row else type_) for x, type_ in made]
+    return [tile.Arg(x.partials, "out", with_call_rows(type_) if places and x.by_row else type_) for x, type_ in made]
 
 
 def tensor_args(
@@ -167,26 +169,26 @@ def tensor_args(
     read: dict[str, Type],
     blocks: Blocks | None = None,
     dropout: bool = False,
-    parts: Iterable[Arg] = (),
-) -> list[Arg]:
+    parts: Iterable[tile.Arg] = (),
+) -> list[tile.Arg]:
     """The tensor arguments of a kernel: its inputs, those of mask and modifiers, block lists, the dropout seed, its
     outputs."""
 
-    def tensors(names: Iterable[str], role: str) -> list[Arg]:
-        return [Arg(name, role, tensor_type(name, signature)) for name in names]
+    def tensors(names: Iterable[str], role: str) -> list[tile.Arg]:
+        return [tile.Arg(name, role, tensor_type(name, signature)) for name in names]
 
     args = tensors(signature.reads, "in")
-    args += [Arg(name, "in", type_) for name, type_ in read.items()]
+    args += [tile.Arg(name, "in", type_) for name, type_ in read.items()]
     if blocks and signature.scores:
         listed = block_lists(signature.axis, blocks.data)
         if "dQ_SEMAPHORE" in signature.adds:  # semaphore tickets are computed from the ranks in the lists of queries
             ranks, *_ = BLOCK_LISTS["q"]
             listed[ranks] = BLOCK_LISTS["q"][ranks]
-        args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
+        args += [tile.Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
     if signature.places:
         args += chunk_args(signature.axis, "dQ_SEMAPHORE" in signature.adds)
     if dropout and signature.drops:
-        args.append(Arg("SEED", "in", Type("i64")))
+        args.append(tile.Arg("SEED", "in", Type("i64")))
     return [
         *args,
         *tensors(signature.rewrites, "inout"),

@@ -15,11 +15,12 @@ from attngen.codegen.wrapper_text import (
     call_text,
     promise_text,
 )
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dtypes import QUANTISED_TORCH, latent_bytes
 from attngen.ir.expr import floordiv, symbol
 from attngen.ir.module import Input
 from attngen.ir.names import SCALES
-from attngen.ir.ops import Map
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class CacheWrapper(Wrapper):
 
         If it depends on data, the source is the first query's own position.
         """
-        starts = [op for op in self.module.kernel("decode").ops() if isinstance(op, Map) and op.name == "kv_first"]
+        starts = [op for op in only(self.module.kernel("decode").ops(), tile.Map) if op.name == "kv_first"]
         if not starts:
             return ""
         keys = next((e.args[0] for e in starts[0].expr.atoms(floordiv) if e.args[1] == symbol("BLOCK_KV")), sympy.Max())

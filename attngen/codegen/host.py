@@ -14,6 +14,7 @@ import sympy
 
 from attngen.codegen.layout import LONGEST, fitted, tuple_text
 from attngen.codegen.torch_text import to_torch
+from attngen.ir import tile
 from attngen.ir.core import Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE
 from attngen.ir.dtypes import TORCH
@@ -37,7 +38,6 @@ from attngen.ir.host import (
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, WHOLE_LENGTHS, stride_names
-from attngen.ir.ops import Arg, Load, Map, Yield
 from attngen.targets.common.base import PrintedKernel
 
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
@@ -128,7 +128,7 @@ def _flags(view: PrintedKernel) -> dict[str, str]:
     }
 
 
-def _numbers(kernel: Kernel) -> list[Arg]:
+def _numbers(kernel: Kernel) -> list[tile.Arg]:
     """Return a kernel's scalars in the order of its parameters: first those that a call passes, then sizes."""
     scalars = [a for a in kernel.args if a.role == "scalar"]
     return [a for a in scalars if a.name not in SIZES] + [a for a in scalars if a.name in SIZES]
@@ -138,7 +138,7 @@ def _described(kernel: Kernel, tensor: str) -> str:
     """Return the name of the tile size, such as `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty text
     if it reads it by pointers."""
     for op in kernel.ops():
-        if isinstance(op, Load) and op.via and kernel.accessed(op)[0].name == tensor:
+        if isinstance(op, tile.Load) and op.via and kernel.accessed(op)[0].name == tensor:
             return AXIS_DIM[op.src.axes()[0]]
     return ""
 
@@ -169,8 +169,8 @@ class HostContext:
         """Return the number of the program's tensors if it is the backward, and only makes tensors by the runtime and
         launches kernels; else 0."""
         plain = all(
-            isinstance(op, (Arg, If, Launch, Yield))
-            or (isinstance(op, Map) and not op.type.dims)
+            isinstance(op, (tile.Arg, If, Launch, tile.Yield))
+            or (isinstance(op, tile.Map) and not op.type.dims)
             or (
                 isinstance(op, Alloc)
                 and not set(op.type.dims) & {"*", "Td"}
@@ -245,7 +245,7 @@ class HostContext:
     def _block(self, name: str) -> list[HostNode]:
         nodes = []
         for op in self.host.block(name).ops:
-            if isinstance(op, Arg) or (isinstance(op, Yield) and name == "entry"):
+            if isinstance(op, tile.Arg) or (isinstance(op, tile.Yield) and name == "entry"):
                 continue
             text = getattr(self, f"_{HOST_KIND[type(op)]}")(op)
             blocks = [block for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
@@ -257,7 +257,9 @@ class HostContext:
         """Return nodes that assign a branch's results to the variables of its `if`."""
         last = self.host.block(block).ops[-1]
         pairs = (
-            [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
+            [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values]
+            if isinstance(last, tile.Yield)
+            else []
         )
         return (
             [HostNode("fields", {"names": [name for name, _ in pairs], "values": [value for _, value in pairs]})]
@@ -265,7 +267,7 @@ class HostContext:
             else []
         )
 
-    def _yield(self, op: Yield) -> dict[str, Any]:
+    def _yield(self, op: tile.Yield) -> dict[str, Any]:
         return {}
 
     def _alloc(self, op: Alloc) -> dict[str, Any]:
@@ -364,7 +366,7 @@ class HostContext:
             "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})",
         }
 
-    def _map(self, op: Map) -> dict[str, Any]:
+    def _map(self, op: tile.Map) -> dict[str, Any]:
         if not op.type.dims:
             return {
                 "var": op.name,
@@ -482,7 +484,7 @@ class HostContext:
         if isinstance(op, Alloc) and op.otherwise:
             return [f"*{var}_strides"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
         if len(taken) == count and count > 1:
-            if isinstance(op, Arg):
+            if isinstance(op, tile.Arg):
                 self.strides[var] = count
                 return [f"*{var}_strides"]
             return [f"*{var}.stride()[:{count}]"]

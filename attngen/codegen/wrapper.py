@@ -18,12 +18,12 @@ from attngen.codegen.wrapper_text import (
     source_of,
 )
 from attngen.heuristics import STRIP
+from attngen.ir import tile
 from attngen.ir.dtypes import ELEMENTS, TORCH, by_precision, result_type
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
 from attngen.ir.module import Blocks, Derived, Input, Module, input_tensors
 from attngen.ir.names import FLAT, WHOLE_LENGTHS, block_lists, of_sequence
-from attngen.ir.ops import Arg
 from attngen.lang.part import NATURAL
 
 _SHARDS = ['"B"', '"Hq"']
@@ -310,7 +310,7 @@ class Wrapper:
     # ------------------------------------------------------------------ operators
 
     @property
-    def operands(self) -> list[Arg]:
+    def operands(self) -> list[tile.Arg]:
         """The operators' arguments after q, k and v."""
         return [a for a in self.module.host("forward").args if a.name not in ("Q", "K", "V")]
 
@@ -336,10 +336,10 @@ class Wrapper:
         return [*self.sums, *self._passed(self._of_key_mass)]
 
     @property
-    def _of_key_mass(self) -> list[Arg]:
+    def _of_key_mass(self) -> list[tile.Arg]:
         return [a for a in self.module.host("key_mass").args if a.name not in ("Q", "K", *self.module.row_stats)]
 
-    def _passed(self, operands: list[Arg]) -> list[str]:
+    def _passed(self, operands: list[tile.Arg]) -> list[str]:
         found = []
         for name in (a.name.lower() for a in operands):
             of_plan = name in self.fields or (self.data and name in self.lists)

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from attngen.codegen.host import sizes_of
 from attngen.codegen.layout import tuple_text
 from attngen.errors import AttngenError, suggest
+from attngen.ir import tile
 from attngen.ir.module import Derived, Input
 from attngen.ir.names import BLOCKS, CHUNKS, FOUND, START_RANKS, STARTS
-from attngen.ir.ops import Arg
 from attngen.scores import derive_functions
 
 PYTHON_TYPES = {"i32": "int", "f32": "float"}
@@ -33,10 +33,10 @@ def promise_text(i: Input, names: dict[str, str], rows: str = "") -> str:
     return f'runtime.promised("{i.name}", {i.name}, "{i.help}", {options})'
 
 
-def declarations(operands: list[Arg]) -> str:
+def declarations(operands: list[tile.Arg]) -> str:
     """Return the declaration of an operator's arguments to torch."""
 
-    def type_of(a: Arg) -> str:
+    def type_of(a: tile.Arg) -> str:
         if a.role == "in":
             return "Tensor?" if a.name == "SEED" else "Tensor"
         return SCHEMA_TYPES.get(a.name, SCHEMA_TYPES[a.type.dtype])

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from attngen.cost.roofline import Estimate, Problem, estimate, numbers_of_call, rows_of_call
 from attngen.devices import Device
 from attngen.interp.numeric import compiled
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.host import Alloc, Host, If, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Yield
 from attngen.tiles.sizes import elem_sizes, lengths, tile_bytes
 from attngen.tiles.tiles import evaluate
 
@@ -74,7 +74,7 @@ def call(module: Module, name: str, device: Device, problem: Problem) -> Call | 
         if found is None or made is None:
             return None
         runs.append(Run(kernel, found.kernel, made))
-    results = {ref for op in host.block("entry").ops if isinstance(op, Yield) for _, ref in op.values}
+    results = {ref for op in only(host.block("entry").ops, tile.Yield) for _, ref in op.values}
     allocated = (op for op in ops if isinstance(op, Alloc) and op.name not in results)
     extra = sum(int(evaluate(tile_bytes(op.type), numbers)) for op in allocated if compiled(op.where)(numbers))
     return Call(runs, extra)

@@ -6,17 +6,18 @@ from collections.abc import Callable
 
 import sympy
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import WHOLE, unpadded
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dot
 from attngen.tiles.tiles import heads, repeats, tile_sum
 
 TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, over all heads and sequences
 
 
-def tile_flops(dot: Dot) -> Expr:
+def tile_flops(dot: tile.Dot) -> Expr:
     """FLOPs of one product on one tile: 2 m n k."""
     return 2 * sympy.Mul(*(symbol(d) for d in (*dot.type.unpadded, unpadded(dot.over))))
 
@@ -24,7 +25,7 @@ def tile_flops(dot: Dot) -> Expr:
 def flops(kernel: Kernel, times: Callable[[str], Expr]) -> Expr:
     """FLOPs of a kernel's products. times(block) is the number of times that a block runs."""
     return sympy.Add(
-        *(tile_flops(op) * times(block.name) for block in kernel.blocks for op in block.ops if isinstance(op, Dot))
+        *(tile_flops(op) * times(block.name) for block in kernel.blocks for op in only(block.ops, tile.Dot))
     )
 
 

@@ -15,10 +15,10 @@ import sympy
 
 from attngen.cost.algorithms import kernels
 from attngen.cost.flops import TILES
+from attngen.ir import tile
 from attngen.ir.core import Op, Type
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Arg, Base, Load, OrderedAdd, Scatter, Store
 from attngen.ir.split_axes import sharing
 from attngen.tiles.sizes import share_of, tile_bytes
 from attngen.tiles.tiles import extent, heads, program_tiles, repeats
@@ -43,13 +43,13 @@ def _moves(kernel: Kernel, size: Callable[[Type], Expr]) -> Iterator[tuple[str, 
     none: Expr = sympy.Integer(0)
     for block in kernel.blocks:
         for op in block.ops:
-            if isinstance(op, Load) and op.type.dims:
+            if isinstance(op, tile.Load) and op.type.dims:
                 yield block.name, op, share_of(op) * size(op.type), none
-            elif isinstance(op, (OrderedAdd, Scatter)):
+            elif isinstance(op, (tile.OrderedAdd, tile.Scatter)):
                 # If programs split columns, only the first one adds.
                 moved = size(kernel.type_of(op.value)) / repeats(kernel)
                 yield block.name, op, moved, moved
-            elif isinstance(op, Store):
+            elif isinstance(op, tile.Store):
                 sums = Type("f32", ("BLOCK_KV",))  # sums by distance; a tile has diagonals of two such vectors
                 written = 2 * size(sums) if op.by else size(kernel.type_of(op.value))
                 yield block.name, op, none, written / repeats(kernel) if op.first_along else written
@@ -147,13 +147,13 @@ def left_in_cache(moved: Traffic) -> Expr:
     return moved.written * sympy.Min(1, CACHE / moved.total)
 
 
-def _tensor(kernel: Kernel, op: Op) -> Arg:
+def _tensor(kernel: Kernel, op: Op) -> tile.Arg:
     """The tensor that a load, a store or a scatter accesses."""
-    access = op.src if isinstance(op, Load) else op.dst if isinstance(op, (Scatter, Store)) else None
+    access = op.src if isinstance(op, tile.Load) else op.dst if isinstance(op, (tile.Scatter, tile.Store)) else None
     assert access is not None
     source = kernel.op(access.tensor)
-    arg = kernel.op(source.src.tensor) if isinstance(source, Base) else source
-    assert isinstance(arg, Arg)
+    arg = kernel.op(source.src.tensor) if isinstance(source, tile.Base) else source
+    assert isinstance(arg, tile.Arg)
     return arg
 
 

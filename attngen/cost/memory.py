@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import sympy
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.host import Alloc
 from attngen.ir.module import Module
-from attngen.ir.ops import Yield
 from attngen.tiles.sizes import tile_bytes
 
 
@@ -28,7 +29,7 @@ class Scratch(NamedTuple):
 def scratch(module: Module) -> Iterator[Scratch]:
     """Yield the allocations of each block of each host program that are no results, grouped by their condition."""
     for host in module.hosts:
-        results = {ref for op in host.block("entry").ops if isinstance(op, Yield) for _, ref in op.values}
+        results = {ref for op in only(host.block("entry").ops, tile.Yield) for _, ref in op.values}
         for block in host.blocks:
             made = [op for op in block.ops if isinstance(op, Alloc) and op.name not in results]
             for where in dict.fromkeys(op.where for op in made):

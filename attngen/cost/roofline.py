@@ -11,12 +11,13 @@ from attngen.cost.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes, standard_by
 from attngen.devices import CLASSES, Device
 from attngen.heuristics import UNIT
 from attngen.interp.numeric import compiled
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import WHOLE
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.names import SHARES
-from attngen.ir.ops import Arg, Map
 from attngen.targets.registry import SPECIALIZERS, backend_of, maker_of
 from attngen.tiles.sizes import elem_sizes, lengths, sizes
 from attngen.tiles.tiles import count_tiles, evaluate
@@ -115,7 +116,7 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
     """The numbers that host programs compute on a device, by name, such as the number of programs that split a group of
     heads. Assumptions: those of `numbers_of_call`."""
     found = numbers_of_call(module, known, device)
-    scalars = (op for host in module.hosts for op in host.ops() if isinstance(op, Map) and not op.type.dims)
+    scalars = (op for host in module.hosts for op in only(host.ops(), tile.Map) if not op.type.dims)
     return {op.name: found[op.name] for op in scalars}
 
 
@@ -126,7 +127,7 @@ def numbers_of_call(module: Module, known: dict[str, Any], device: Device) -> di
     needed.
     """
     ops = [op for host in module.hosts for op in host.ops()]
-    needed = {op.name: True for op in ops if isinstance(op, Arg) and op.role == "flag"}
+    needed = {op.name: True for op in only(ops, tile.Arg) if op.role == "flag"}
     fused_configs = (
         config
         for kernel in module.warp_specialized
@@ -145,7 +146,7 @@ def numbers_of_call(module: Module, known: dict[str, Any], device: Device) -> di
         "Gq": known["group"] * known["Nq"],
     }
     for op in ops:
-        if isinstance(op, Map) and not op.type.dims:
+        if isinstance(op, tile.Map) and not op.type.dims:
             found[op.name] = int(compiled(op.expr)(found))
     return found
 

@@ -19,13 +19,13 @@ from attngen.cost.algorithms import kernels
 from attngen.cost.flops import TILES, executed_flops, flops, useful_flops
 from attngen.cost.io import traffic
 from attngen.cost.roofline import config_of
+from attngen.ir import tile
 from attngen.ir.dims import WHOLE
 from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import CALL_ROWS, DIRECTIONS, SHARES, of_sequence
-from attngen.ir.ops import Arg
 from attngen.targets.registry import backend_of
 from attngen.tiles.sizes import elem_sizes, elements
 from attngen.tiles.tiles import NO_BOUND, evaluate, repeats, runs, tile_loops, unbounded, visited
@@ -158,7 +158,7 @@ def _height(e: Expr) -> Expr:
     return sympy.limit(e / N, N, sympy.oo)
 
 
-def saved_tensors(forward: Iterable[Kernel], backward: Iterable[Kernel]) -> list[Arg]:
+def saved_tensors(forward: Iterable[Kernel], backward: Iterable[Kernel]) -> list[tile.Arg]:
     """Tensors kept for the backward only: those that the forward writes and the backward reads, except the output."""
     written = {arg.name for kernel in forward for arg in kernel.args if arg.role in ("out", "inout")}
     read = {arg.name: arg for kernel in backward for arg in kernel.args if arg.role in ("in", "inout")}

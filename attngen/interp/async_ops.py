@@ -8,38 +8,24 @@ import numpy as np
 
 from attngen.interp.tile import Launch
 from attngen.interp.values import Values, applies, spread
-from attngen.ir.pipe import (
-    PARTIALS,
-    ConcatHalves,
-    ConvertLayout,
-    Pack,
-    PartialReduce,
-    PinAfterWait,
-    PinBeforeWait,
-    ScaledIota,
-    SoftmaxStats,
-    SoftmaxWeights,
-    SplitHalves,
-    Wgmma,
-    WgmmaWait,
-)
+from attngen.ir import pipe
 
 
 class AsyncOps(Launch):
     """Asynchronous products, and ops on registers of a warp group."""
 
-    def _wgmma(self, op: Wgmma, values: Values) -> Any:
+    def _wgmma(self, op: pipe.Wgmma, values: Values) -> Any:
         values[op.name] = op
         yield False
 
-    def _wgmma_wait(self, op: WgmmaWait, values: Values) -> Any:
+    def _wgmma_wait(self, op: pipe.WgmmaWait, values: Values) -> Any:
         """Compute the product from its operands as they are now, so that an operand overwritten too early shows."""
         wgmma = self.kernel.op(op.value)
-        assert isinstance(wgmma, Wgmma)
+        assert isinstance(wgmma, pipe.Wgmma)
         values[op.name] = self.product(wgmma, values)
         yield False
 
-    def product(self, op: Wgmma, values: Values) -> Any:
+    def product(self, op: pipe.Wgmma, values: Values) -> Any:
         """A product, added to the accumulator that it continues."""
         of_a, of_b = self.dims[op.a], self.dims[op.b]
         rows, columns = (next(d for d in dims if d != op.over) for dims in (of_a, of_b))
@@ -51,15 +37,17 @@ class AsyncOps(Launch):
         if op.acc is None:
             return found
         before = self.kernel.op(op.acc)
-        return found + (self.product(before, values) if isinstance(before, Wgmma) else values[op.acc])
+        return found + (self.product(before, values) if isinstance(before, pipe.Wgmma) else values[op.acc])
 
-    def _convert_layout(self, op: ConvertLayout | PinAfterWait | PinBeforeWait | Pack, values: Values) -> Any:
+    def _convert_layout(
+        self, op: pipe.ConvertLayout | pipe.PinAfterWait | pipe.PinBeforeWait | pipe.Pack, values: Values
+    ) -> Any:
         values[op.name] = self.tile(values[op.value], op.type, values)
         yield from ()
 
     _pin_before_wait = _pin_after_wait = _pack = _convert_layout
 
-    def _softmax_stats(self, op: SoftmaxStats, values: Values) -> Any:
+    def _softmax_stats(self, op: pipe.SoftmaxStats, values: Values) -> Any:
         m, scale = values[op.m], values[op.scale] if op.scale else 1
         shift = values[op.shift] if op.shift else 0
         m_new = np.maximum(m, values[op.s].max(axis=1) + shift)
@@ -71,25 +59,25 @@ class AsyncOps(Launch):
         }
         yield from ()
 
-    def _softmax_weights(self, op: SoftmaxWeights, values: Values) -> Any:
+    def _softmax_weights(self, op: pipe.SoftmaxWeights, values: Values) -> Any:
         values[op.name] = np.exp2(values[op.s] * (values[op.scale] if op.scale else 1) - values[op.base][:, None])
         yield from ()
 
-    def _partial_reduce(self, op: PartialReduce, values: Values) -> Any:
+    def _partial_reduce(self, op: pipe.PartialReduce, values: Values) -> Any:
         value = values[op.value]
-        values[op.name] = value.reshape(len(value), -1, values[PARTIALS]).sum(axis=1)
+        values[op.name] = value.reshape(len(value), -1, values[pipe.PARTIALS]).sum(axis=1)
         yield from ()
 
-    def _scaled_iota(self, op: ScaledIota, values: Values) -> Any:
+    def _scaled_iota(self, op: pipe.ScaledIota, values: Values) -> Any:
         (size,) = self.shape(op.type.dims, values)
         values[op.name] = (values[op.value] * np.arange(size)).astype(self.dtypes[op.type.dtype])
         yield from ()
 
-    def _split_halves(self, op: SplitHalves, values: Values) -> Any:
+    def _split_halves(self, op: pipe.SplitHalves, values: Values) -> Any:
         halves = np.split(values[op.value], 2, axis=self.dims[op.value].index(op.over))
         values |= {f"{op.name}.{field}": half for field, half in zip(op.results(), halves)}
         yield from ()
 
-    def _concat_halves(self, op: ConcatHalves, values: Values) -> Any:
+    def _concat_halves(self, op: pipe.ConcatHalves, values: Values) -> Any:
         values[op.name] = np.concatenate([values[op.a], values[op.b]], axis=op.type.dims.index(op.over))
         yield from ()

@@ -18,6 +18,7 @@ from attngen.interp.numeric import compiled, value
 from attngen.interp.tile import execute_kernel
 from attngen.interp.values import SINGLE, Values, spread
 from attngen.interp.warp_groups import WarpSpecializedLaunch
+from attngen.ir import tile
 from attngen.ir.core import Op, Type
 from attngen.ir.expr import symbol_names
 from attngen.ir.expr_text import parse
@@ -39,7 +40,6 @@ from attngen.ir.host import (
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import OUTPUTS, SIZES, VARIABLES, WHOLE_LENGTHS
-from attngen.ir.ops import Arg, Base, Map, Scatter, Store, Yield
 
 Arrays = dict[str, Any]
 
@@ -154,9 +154,9 @@ class _Run:
         """Run a block's ops, and return the values that it yields."""
         for op in self.host.block(name).ops:
             match op:
-                case Arg():
+                case tile.Arg():
                     pass  # arguments have their values from the start
-                case Yield():
+                case tile.Yield():
                     return {field: values[ref] for field, ref in op.values}
                 case If() | ClassifyBlocks() | ListBlocks():
                     fields = getattr(self, f"_{HOST_KIND[type(op)]}")(op, values)
@@ -230,7 +230,7 @@ class _Run:
         launched = _without(kernel, unwanted)
         execute_kernel(self.module, launched, tensors, {**grid, **passed}, self.tiles, self.dtypes, launch_class)
 
-    def must_fit(self, op: Launch, arg: Arg, x: np.ndarray, known: Values) -> None:
+    def must_fit(self, op: Launch, arg: tile.Arg, x: np.ndarray, known: Values) -> None:
         """Raise if a tensor does not have the dimensions that the kernel declares; dimensions of any length fit."""
         expected = [known.get(d, int(d) if d.isdigit() else None) for d in arg.type.dims]
         if len(expected) != x.ndim or any(length not in (None, have) for length, have in zip(expected, x.shape)):
@@ -242,7 +242,7 @@ class _Run:
 
     # ------------------------------------------------------------------ arithmetic of tensors
 
-    def _map(self, op: Map, values: Values) -> Any:
+    def _map(self, op: tile.Map, values: Values) -> Any:
         if not op.type.dims:
             return self.chosen[op.name] if op.name in self.chosen else int(compiled(op.expr)(values))
         uses = dict(op.uses)
@@ -314,8 +314,8 @@ def _without(kernel: Kernel, parts: set[str]) -> Kernel:
     """The kernel without its stores to some tensors, as it is compiled for calls that need no gradients of inputs."""
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        stores = isinstance(op, (Store, Scatter)) and _tensor(kernel, op.dst.tensor) in parts
-        if not stores and not (isinstance(op, Base) and op.src.tensor in parts):
+        stores = isinstance(op, (tile.Store, tile.Scatter)) and _tensor(kernel, op.dst.tensor) in parts
+        if not stores and not (isinstance(op, tile.Base) and op.src.tensor in parts):
             yield op
 
     return kernel.rewrite(change) if parts else kernel
@@ -324,4 +324,4 @@ def _without(kernel: Kernel, parts: set[str]) -> Kernel:
 def _tensor(kernel: Kernel, ref: str) -> str:
     """The argument that a reference to memory leads to."""
     op = kernel.op(ref)
-    return op.src.tensor if isinstance(op, Base) else ref
+    return op.src.tensor if isinstance(op, tile.Base) else ref

@@ -10,25 +10,11 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.interp.values import Evaluator, OutsideTensor, Program, Values, Window, applies, spread
+from attngen.ir import tile
 from attngen.ir.core import Access, Checks, Op
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, PADDED, axis_of, unpadded
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.names import START_RANKS
-from attngen.ir.ops import (
-    KIND,
-    Append,
-    Arg,
-    Base,
-    CacheLength,
-    CountTiles,
-    Gather,
-    ListPosition,
-    Load,
-    OrderedAccumulate,
-    OrderedAdd,
-    Scatter,
-    Store,
-)
 
 
 def keys_of(length: int, values: Mapping[str, Any]) -> int:
@@ -43,8 +29,8 @@ class MemoryOps(Evaluator):
         """Raise OutsideTensor unless start .. end is inside the tensor's dimension `at`, of this length."""
         if not 0 <= start <= end <= length:
             raise OutsideTensor(
-                f"@{self.kernel.name}: {KIND[type(op)]} %{op.name} goes to {start} .. {end} along dimension {at} of "
-                f"%{access.tensor}; expected 0 .. {length} at most, or a check"
+                f"@{self.kernel.name}: {tile.KIND[type(op)]} %{op.name} goes to {start} .. {end} along dimension {at} "
+                f"of %{access.tensor}; expected 0 .. {length} at most, or a check"
             )
 
     def window(
@@ -79,15 +65,15 @@ class MemoryOps(Evaluator):
         """The dimensions of a tile in the order of the access's index; a transposed tile has another order."""
         return tuple(d for e in access.index for d in dims if axis_of(e) and unpadded(d) == AXIS_DIM[axis_of(e)])
 
-    def _base(self, op: Base, values: Values, cls: str) -> Any:
+    def _base(self, op: tile.Base, values: Values, cls: str) -> Any:
         """A view of the rows of one (batch, head), through which stores reach the tensor."""
         places, _ = self.window(op, op.src, (), (), values, cls)
         return values[op.src.tensor][places]
 
-    def _cache_length(self, op: CacheLength, values: Values, cls: str) -> int:
+    def _cache_length(self, op: tile.CacheLength, values: Values, cls: str) -> int:
         return keys_of(values[op.src.tensor][values["b"]], values)
 
-    def _load_pages(self, op: Load, values: Values, cls: str) -> Any:
+    def _load_pages(self, op: tile.Load, values: Values, cls: str) -> Any:
         """Rows by their pages; checked rows past the end are `other`."""
         assert op.pages is not None
         head, axis, column = op.src.index
@@ -98,33 +84,33 @@ class MemoryOps(Evaluator):
             self.must_be_inside(op, op.src, 2, int(rows.min()), int(rows.max()) + 1, values[AXIS_EXTENT[str(axis)]])
         if inside.any():
             self.must_be_inside(op, op.src, 0, int(pages[inside].min()), int(pages[inside].max()) + 1, len(tensor))
-        tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
+        result = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
         first = values.get(f"{axis_of(column)}_start", 0)
         read = tensor[
             pages[inside],
             int(self.expression(head, values)),
             rows[inside] % tensor.shape[2],
-            first : first + tile.shape[1],
+            first : first + result.shape[1],
         ]
-        tile[inside, : read.shape[1]] = read
-        return tile
+        result[inside, : read.shape[1]] = read
+        return result
 
-    def _load(self, op: Load, values: Values, cls: str) -> Any:
+    def _load(self, op: tile.Load, values: Values, cls: str) -> Any:
         if op.pages:
             return self._load_pages(op, values, cls)
         places, part = self.window(op, op.src, op.check, op.type.dims, values, cls)
         read = values[op.src.tensor][places]
         if not op.type.dims:
             return self.tile(read, op.type, values)
-        tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
-        tile[part] = spread(read, self._axes(op.src, op.type.dims), op.type.dims)
+        result = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
+        result[part] = spread(read, self._axes(op.src, op.type.dims), op.type.dims)
         rows = self.needed(op, values, cls)
         if rows is not True:
             others = ~spread(rows, (AXIS_DIM[self.kernel.loop_axis],), op.type.dims)
-            tile[np.broadcast_to(others, tile.shape)] = compiled(op.other)(values)
-        return tile
+            result[np.broadcast_to(others, result.shape)] = compiled(op.other)(values)
+        return result
 
-    def needed(self, op: Load, values: Values, cls: str) -> Any:
+    def needed(self, op: tile.Load, values: Values, cls: str) -> Any:
         """A mask of the rows in the load's `needed` range; True for all rows if there is no range or the tile is not
         checked."""
         axis = self.kernel.loop_axis
@@ -133,7 +119,7 @@ class MemoryOps(Evaluator):
         ((first, end),) = (tuple(int(self.expression(e, values)) for e in pair) for pair in op.needed)
         return (values[f"{axis}_idx"] >= first) & (values[f"{axis}_idx"] < end)
 
-    def _store(self, op: Store, values: Values, cls: str) -> None:
+    def _store(self, op: tile.Store, values: Values, cls: str) -> None:
         if op.first_along and values[f"{op.first_along}_start"]:
             return None
         if op.by == "distance":
@@ -144,7 +130,7 @@ class MemoryOps(Evaluator):
         values[op.dst.tensor][places] = spread(written, dims, self._axes(op.dst, dims))
         return None
 
-    def _append(self, op: Append, values: Values, cls: str) -> None:
+    def _append(self, op: tile.Append, values: Values, cls: str) -> None:
         """Write each row to the row that `rows` names, of its sequence or of a page, if that is below Nc."""
         *heads, axis, _ = op.dst.index
         tensor, rows = values[op.dst.tensor], values[op.rows]
@@ -156,12 +142,12 @@ class MemoryOps(Evaluator):
             places.append(rows[inside])
         tensor[tuple(places)] = values[op.value][inside, : tensor.shape[3]]
 
-    def add_in_order(self, op: OrderedAdd | OrderedAccumulate, values: Values, cls: str) -> Program:
+    def add_in_order(self, op: tile.OrderedAdd | tile.OrderedAccumulate, values: Values, cls: str) -> Program:
         """Add a tile when the semaphore has the op's order; pause until then."""
         assert op.semaphore is not None and op.order is not None
         order = yield from self.wait_for_order(op.semaphore, op.order, values)
         self._ordered_add(op, values, cls, order == 0)
-        if isinstance(op, OrderedAdd) or op.ends:
+        if isinstance(op, tile.OrderedAdd) or op.ends:
             self.release(op.semaphore, values)
         return values
 
@@ -188,13 +174,13 @@ class MemoryOps(Evaluator):
         semaphores, at = self.semaphore_at(semaphore, values)
         semaphores[at] += 1
 
-    def _ordered_add(self, op: OrderedAdd | OrderedAccumulate, values: Values, cls: str, first: bool) -> None:
+    def _ordered_add(self, op: tile.OrderedAdd | tile.OrderedAccumulate, values: Values, cls: str, first: bool) -> None:
         dims = self.dims[op.value]
         places, part = self.window(op, op.dst, op.check, dims, values, cls)
         written = spread(values[op.value][part], dims, self._axes(op.dst, dims))
         values[op.dst.tensor][places] = written if first else values[op.dst.tensor][places] + written
 
-    def _store_distances(self, op: Store, values: Values) -> None:
+    def _store_distances(self, op: tile.Store, values: Values) -> None:
         """Sum a tile of scores by distance (key minus query), and store the sums at index distance + Nq in the
         program's rows.
 
@@ -213,7 +199,7 @@ class MemoryOps(Evaluator):
             parts[row, index[inside]] = of_row[inside]
 
     def places(
-        self, op: Gather | Scatter, access: Access, dims: tuple[str, ...], values: Values
+        self, op: tile.Gather | tile.Scatter, access: Access, dims: tuple[str, ...], values: Values
     ) -> tuple[tuple[Any, ...], Any]:
         """Return the tensor indices of the elements where the condition holds, and the condition for all elements."""
         shape = self.shape(dims, values)
@@ -226,13 +212,13 @@ class MemoryOps(Evaluator):
             found.append(index)
         return tuple(found), inside
 
-    def _gather(self, op: Gather, values: Values, cls: str) -> Any:
+    def _gather(self, op: tile.Gather, values: Values, cls: str) -> Any:
         places, inside = self.places(op, op.src, op.type.dims, values)
-        tile = np.zeros(inside.shape, self.dtypes[op.type.dtype])
-        tile[inside] = values[op.src.tensor][places]
-        return tile if op.type.dims else self.tile(tile, op.type, values)
+        result = np.zeros(inside.shape, self.dtypes[op.type.dtype])
+        result[inside] = values[op.src.tensor][places]
+        return result if op.type.dims else self.tile(result, op.type, values)
 
-    def _scatter(self, op: Scatter, values: Values, cls: str) -> None:
+    def _scatter(self, op: tile.Scatter, values: Values, cls: str) -> None:
         places, inside = self.places(op, op.dst, self.dims[op.value], values)
         written = np.asarray(values[op.value])[inside]
         if op.op == "put":
@@ -240,14 +226,14 @@ class MemoryOps(Evaluator):
         else:
             {"add": np.add, "min": np.minimum, "max": np.maximum}[op.op].at(values[op.dst.tensor], places, written)
 
-    def _count_tiles(self, op: CountTiles, values: Values, cls: str) -> int:
+    def _count_tiles(self, op: tile.CountTiles, values: Values, cls: str) -> int:
         *place, axis = op.src.index
         row = values[op.src.tensor][tuple(int(self.expression(e, values)) for e in place)]
         return int((row[:: values[AXIS_DIM[axis_of(axis)]]] <= self.expression(op.most, values)).sum())
 
-    def _list_position(self, op: ListPosition, values: Values, cls: str) -> int:
+    def _list_position(self, op: tile.ListPosition, values: Values, cls: str) -> int:
         axis = self.kernel.ranked_axis(op)
-        if isinstance(self.kernel.op(op.src), Arg):
+        if isinstance(self.kernel.op(op.src), tile.Arg):
             return self.tile_of_call(axis, op.tile, values)
         ranks, ratio = values[op.src], self.tiles_in_a_block(axis, values)
         block, rest = divmod(int(self.expression(op.tile, values)), ratio)

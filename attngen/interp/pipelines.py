@@ -16,32 +16,9 @@ from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.interp.tile import Launch
 from attngen.interp.values import Values, applies
-from attngen.ir.core import Access, Op
+from attngen.ir import pipe
+from attngen.ir.core import Access, Op, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    LoadTileStart,
-    LocalLoad,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-    ProducerTail,
-    ReadMetadata,
-    ReadTileStart,
-    Rematerialize,
-    SliceRows,
-    TmaStore,
-    TmaStoreWait,
-    WriteTileIndex,
-    WriteTileStart,
-    ZeroOutOfBounds,
-)
-from attngen.ir.pipe_control import (
-    WorkLoop,
-    bodies_of,
-    masked_full_tiles,
-)
 
 POISON = 2**30 + 1  # in stages of numbers that are not loaded
 
@@ -87,7 +64,7 @@ class PipelineOps(Launch):
         places = {f"_{axis}_row": row, f"{axis}_start": first, f"{axis}_idx": first + np.arange(rows)}
         return {AXIS_DIM[axis]: rows, **places}
 
-    def _pipeline(self, op: Pipeline, values: Values) -> Any:
+    def _pipeline(self, op: pipe.Pipeline, values: Values) -> Any:
         if op.metadata_of:
             buffers = values[op.metadata_of][0]
             shape = (len(buffers.tiles), *self.shape(op.type.dims, values))
@@ -119,9 +96,9 @@ class PipelineOps(Launch):
 
     @staticmethod
     def produces(op: Op, pipeline: str) -> bool:
-        return isinstance(op, ProducerStore) and op.pipeline == pipeline
+        return isinstance(op, pipe.ProducerStore) and op.pipeline == pipeline
 
-    def _producer_store(self, op: ProducerStore, values: Values) -> Any:
+    def _producer_store(self, op: pipe.ProducerStore, values: Values) -> Any:
         """Write the instance's part of the next stage, along the first dimension in which the part is smaller."""
         (buffers,), instance = values[op.pipeline], values["instance"]
         for pipeline, ref in op.metadata:
@@ -147,16 +124,16 @@ class PipelineOps(Launch):
             buffers.loads[stage] += 1
         yield False
 
-    def _slice_rows(self, op: SliceRows, values: Values) -> Any:
+    def _slice_rows(self, op: pipe.SliceRows, values: Values) -> Any:
         rows = len(values[op.value]) // values["parts"]
         values[op.name] = values[op.value][values["instance"] * rows : (values["instance"] + 1) * rows]
         yield from ()
 
-    def _rematerialize(self, op: Rematerialize, values: Values) -> Any:
+    def _rematerialize(self, op: pipe.Rematerialize, values: Values) -> Any:
         values[op.name] = values[op.value]
         yield from ()
 
-    def stage_shape(self, pipeline: Pipeline, values: Values) -> tuple[int, ...]:
+    def stage_shape(self, pipeline: pipe.Pipeline, values: Values) -> tuple[int, ...]:
         """The shape of a pipeline's tile in its stage, where pieces of columns are padded."""
         shape = self.shape(pipeline.type.dims, values)
         return (*shape[:-1], -(-shape[-1] // pipeline.columns) * pipeline.columns) if pipeline.columns else shape
@@ -164,24 +141,23 @@ class PipelineOps(Launch):
     def consumes(self, block: str, pipeline: str) -> bool:
         """True if a warp group's block, or a body that it runs, takes tiles from the pipeline."""
         for op in self.kernel.block(block).ops:
-            receives_tiles = isinstance(op, WorkLoop) and op.pipeline == pipeline and not op.fetches
+            receives_tiles = isinstance(op, pipe.WorkLoop) and op.pipeline == pipeline and not op.fetches
             if (
                 receives_tiles
-                or (isinstance(op, ConsumerWait) and op.pipeline == pipeline)
-                or any(self.consumes(body, pipeline) for body in bodies_of(op))
+                or (isinstance(op, pipe.ConsumerWait) and op.pipeline == pipeline)
+                or any(self.consumes(body, pipeline) for body in pipe.bodies_of(op))
             ):
                 return True
         return False
 
-    def _producer_load(self, op: ProducerLoad, values: Values) -> Any:
+    def _producer_load(self, op: pipe.ProducerLoad, values: Values) -> Any:
         if op.pipeline not in values:
             return  # a pipeline of metadata: the load of the tile comes next
         instances = len(values[op.pipeline])
         vectors = {
             o.pipeline: self.metadata(o, values)
-            for o in self.kernel.ops()
-            if isinstance(o, (WriteTileStart, ProducerLoad, WriteTileIndex))
-            and o.pipeline in values[op.pipeline][0].vectors
+            for o in only(self.kernel.ops(), pipe.WriteTileStart, pipe.ProducerLoad, pipe.WriteTileIndex)
+            if o.pipeline in values[op.pipeline][0].vectors
         }
         yield from self._start(
             op.pipeline,
@@ -217,12 +193,12 @@ class PipelineOps(Launch):
 
         return arrive
 
-    def pipeline(self, name: str) -> Pipeline:
+    def pipeline(self, name: str) -> pipe.Pipeline:
         found = self.kernel.op(name)
-        assert isinstance(found, Pipeline)
+        assert isinstance(found, pipe.Pipeline)
         return found
 
-    def read(self, op: ProducerLoad, values: Values) -> Any:
+    def read(self, op: pipe.ProducerLoad, values: Values) -> Any:
         """A tile as TMA reads it: 0 out of bounds."""
         pipeline = self.pipeline(op.pipeline)
         tile = np.zeros(self.stage_shape(pipeline, values), self.dtypes[pipeline.type.dtype])
@@ -258,15 +234,15 @@ class PipelineOps(Launch):
         of: list[Buffers] = values[pipeline]
         return of[values["instance"] if len(of) > 1 else 0]
 
-    def metadata(self, op: WriteTileStart | ProducerLoad | WriteTileIndex, values: Values) -> Any:
+    def metadata(self, op: pipe.WriteTileStart | pipe.ProducerLoad | pipe.WriteTileIndex, values: Values) -> Any:
         """What an op writes to a pipeline of metadata for the tile at which a loop is."""
-        if isinstance(op, ProducerLoad):
+        if isinstance(op, pipe.ProducerLoad):
             return self.read(op, values)
-        if isinstance(op, WriteTileIndex):
+        if isinstance(op, pipe.WriteTileIndex):
             return self.tile_index(values)
         full = (
             self.expression(number, values)
-            for tiles in masked_full_tiles(self.kernel.ops())
+            for tiles in pipe.masked_full_tiles(self.kernel.ops())
             if not any(self.expression(end - first, values) for first, end in tiles.before)
             for number in tiles.numbers
         )
@@ -278,13 +254,13 @@ class PipelineOps(Launch):
         axis = self.kernel.loop_axis
         return values[f"_{axis}_row"] // values[AXIS_DIM[axis]]
 
-    def _consumer_wait(self, op: ConsumerWait, values: Values) -> Any:
+    def _consumer_wait(self, op: pipe.ConsumerWait, values: Values) -> Any:
         buffers, stage = yield from self._next(op.pipeline, values)
         values[op.name] = buffers.tiles[stage]
         written = [
             buffers.vectors[o.pipeline][stage]
-            for o in self.kernel.ops()
-            if isinstance(o, WriteTileIndex) and o.pipeline in buffers.vectors
+            for o in only(self.kernel.ops(), pipe.WriteTileIndex)
+            if o.pipeline in buffers.vectors
         ]
         if written and written != [tile := self.tile_index(values)]:
             raise AttngenError(f"@{self.kernel.name}: the tile index {written[0]} is written for tile {tile}")
@@ -310,12 +286,12 @@ class PipelineOps(Launch):
         """The number of tiles that the other warp group has written to an exchange pipeline."""
         return sum(count for warp_group, count in buffers.exchanged.items() if warp_group != values["warp_group"])
 
-    def _read_metadata(self, op: ReadMetadata, values: Values) -> Any:
+    def _read_metadata(self, op: pipe.ReadMetadata, values: Values) -> Any:
         buffers, stage = self.held(op.tile, values)
         values[op.name] = buffers.vectors[op.pipeline][stage].copy()
         yield from ()
 
-    def _read_tile_start(self, op: ReadTileStart, values: Values) -> Any:
+    def _read_tile_start(self, op: pipe.ReadTileStart, values: Values) -> Any:
         if not applies(op.when, values["cls"]):
             return
         buffers, stage = self.held(op.tile, values)
@@ -323,34 +299,34 @@ class PipelineOps(Launch):
         values[f"{axis}_start"], values[f"{axis}_idx"] = start, start + np.arange(values[AXIS_DIM[axis]])
         yield from ()
 
-    def _local_load(self, op: LocalLoad, values: Values) -> Any:
+    def _local_load(self, op: pipe.LocalLoad, values: Values) -> Any:
         tile = values[op.value]
         values[op.name] = (tile if self.kernel.type_of(op.value).dims == op.type.dims else tile.T).copy()
         yield from ()
 
-    def _load_tile_start(self, op: LoadTileStart, values: Values) -> Any:
+    def _load_tile_start(self, op: pipe.LoadTileStart, values: Values) -> Any:
         values[op.name] = values[f"{self.kernel.loop_axis}_start"]
         yield from ()
 
-    def _write_tile_index(self, op: WriteTileStart | WriteTileIndex, values: Values) -> Any:
+    def _write_tile_index(self, op: pipe.WriteTileStart | pipe.WriteTileIndex, values: Values) -> Any:
         yield from ()  # the load of the tile comes next
 
     _write_tile_start = _write_tile_index
 
-    def _zero_out_of_bounds(self, op: ZeroOutOfBounds, values: Values) -> Any:
+    def _zero_out_of_bounds(self, op: pipe.ZeroOutOfBounds, values: Values) -> Any:
         if values["cls"] == "partial":
             axis = self.kernel.loop_axis
             values[op.value][values[f"{axis}_idx"] >= values[AXIS_EXTENT[axis]]] = 0
         yield False
 
-    def _consumer_release(self, op: ConsumerRelease, values: Values) -> Any:
+    def _consumer_release(self, op: pipe.ConsumerRelease, values: Values) -> Any:
         self._release(*self.held(op.value, values))
         yield False
 
     def held(self, ref: str, values: Values) -> tuple[Buffers, int]:
         """The buffers and the stage of a tile that has been waited for."""
         wait = self.kernel.op(ref)
-        assert isinstance(wait, ConsumerWait)
+        assert isinstance(wait, pipe.ConsumerWait)
         buffers = self.buffers(wait.pipeline, values)
         return buffers, next(i for i, tile in enumerate(buffers.tiles) if tile is values[ref])
 
@@ -360,7 +336,7 @@ class PipelineOps(Launch):
         if buffers.released[stage] % buffers.consumers == 0:
             buffers.poison(stage)
 
-    def _producer_tail(self, op: ProducerTail, values: Values) -> Any:
+    def _producer_tail(self, op: pipe.ProducerTail, values: Values) -> Any:
         for buffers in values[op.pipeline]:
             for stage in range(len(buffers.tiles)):
                 while buffers.released[stage] < buffers.consumers * len(
@@ -369,7 +345,7 @@ class PipelineOps(Launch):
                     yield True
         yield False
 
-    def _tma_store(self, op: TmaStore, values: Values) -> Any:
+    def _tma_store(self, op: pipe.TmaStore, values: Values) -> Any:
         """Store through the instance's own stage, from which all rows inside the tensor are stored later, as many
         columns at a time as fit in it."""
         if op.is_of_scores(self.kernel):
@@ -385,7 +361,7 @@ class PipelineOps(Launch):
             self.stored(op, values, tile, first, part.shape[1])
             yield False
 
-    def _store_scores(self, op: TmaStore, values: Values) -> Any:
+    def _store_scores(self, op: pipe.TmaStore, values: Values) -> Any:
         """Store transposed, through the stage that the instance has waited for."""
         yield from self._tma_store_wait(op, values)
         tiles = self.buffers(op.staging, values).tiles
@@ -394,7 +370,7 @@ class PipelineOps(Launch):
         self.stored(op, values, tile, 0, tile.shape[1])
         yield False
 
-    def stored(self, op: TmaStore, values: Values, tile: Any, first: int, columns: int) -> None:
+    def stored(self, op: pipe.TmaStore, values: Values, tile: Any, first: int, columns: int) -> None:
         """At a later time, store the tile in a stage as the columns of an output from `first` on."""
         places, part = self.inside(op.dst, values, first, columns)
         buffers = self.buffers(op.staging, values)
@@ -409,7 +385,7 @@ class PipelineOps(Launch):
         buffers.storing = True
         values["pending"].append(store)
 
-    def _tma_store_wait(self, op: TmaStoreWait | TmaStore, values: Values) -> Any:
+    def _tma_store_wait(self, op: pipe.TmaStoreWait | pipe.TmaStore, values: Values) -> Any:
         """Wait until the previous TMA store has read its stage."""
         while self.buffers(op.staging, values).storing:
             yield True

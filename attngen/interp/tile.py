@@ -22,25 +22,13 @@ from attngen.interp.arithmetic import ArithmeticOps
 from attngen.interp.memory import MemoryOps, keys_of
 from attngen.interp.numeric import compiled
 from attngen.interp.values import CONSTANTS, SINGLE, Program, Values
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.dims import AXIS_DIM, MEMBER, PADDED, WHOLE
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import BLOCK_LISTS, STARTS
-from attngen.ir.ops import (
-    KIND,
-    Arg,
-    Barrier,
-    Deinterleave,
-    GridDependencyWait,
-    Load,
-    Loop,
-    OrderedAccumulate,
-    OrderedAdd,
-    SoftmaxStep,
-    Yield,
-)
 from attngen.ir.split_kv import kv_split, units_of
 
 
@@ -139,7 +127,8 @@ def run_together(programs: Iterable[Program]) -> None:
 
 
 class Launch(MemoryOps, ArithmeticOps):
-    """Runs the ops of one kernel. The method named after an op's kind returns the op's value, or stores; see ir/ops.py.
+    """Runs the ops of one kernel. The method named after an op's kind returns the op's value, or stores; see
+    ir/tile.py.
 
     `values` holds everything that is known at a place in a program, by name; a loop body gets a copy with the values of
     its iteration.
@@ -176,25 +165,25 @@ class Launch(MemoryOps, ArithmeticOps):
         """Run some ops of a block, and return the values of a yield among them."""
         for op in ops:
             match op:
-                case Arg() | GridDependencyWait():
+                case tile.Arg() | tile.GridDependencyWait():
                     pass  # arguments have their values from the start, and the previous launch has ended
-                case Barrier():
+                case tile.Barrier():
                     yield  # a program is one thread here, so it only pauses
-                case Loop():
+                case tile.Loop():
                     yield from self.loop(op, values)
-                case OrderedAdd() | OrderedAccumulate():
+                case tile.OrderedAdd() | tile.OrderedAccumulate():
                     yield from self.add_in_order(op, values, cls)
-                case Yield():
+                case tile.Yield():
                     return {field: values[ref] for field, ref in op.values}
-                case SoftmaxStep():
+                case tile.SoftmaxStep():
                     values |= self._softmax_step(op, values, cls)
-                case Deinterleave():
+                case tile.Deinterleave():
                     values |= self._deinterleave(op, values)
                 case _:
-                    values[op.name] = getattr(self, f"_{KIND[type(op)]}")(op, values, cls)
+                    values[op.name] = getattr(self, f"_{tile.KIND[type(op)]}")(op, values, cls)
         return {}
 
-    def loop(self, op: Loop, values: Values) -> Program:
+    def loop(self, op: tile.Loop, values: Values) -> Program:
         """Run the body for each tile or number of the ranges, in order."""
         carried = {field: values[ref] for field, ref in op.carry}
         for head, number in self.by_head(op, self.numbers(op, values), values):
@@ -212,12 +201,12 @@ class Launch(MemoryOps, ArithmeticOps):
         heads = [{MEMBER: g} for g in range(int(self.expression(first, values)), int(self.expression(end, values)))]
         return [(head, tile) for tile, head in product(tiles, heads)] if op.by_tile else [*product(heads, tiles)]
 
-    def numbers(self, op: Loop, values: Values) -> list[int]:
+    def numbers(self, op: tile.Loop, values: Values) -> list[int]:
         """The numbers that a loop runs over, in the order in which it does."""
         rising = list(self.rising_numbers(op, values))
         return rising[::-1] if op.reversed else rising
 
-    def rising_numbers(self, op: Loop, values: Values) -> Iterator[int]:
+    def rising_numbers(self, op: tile.Loop, values: Values) -> Iterator[int]:
         """The numbers in a loop's ranges, or the listed tiles at these positions."""
         for low, high in op.ranges:
             first, end = (int(compiled(e)(values)) for e in (low, high))
@@ -232,7 +221,7 @@ class Launch(MemoryOps, ArithmeticOps):
                 elif self.is_visited(op, position, values):
                     yield position
 
-    def is_visited(self, op: Loop, tile: int, values: Values) -> bool:
+    def is_visited(self, op: tile.Loop, number: int, values: Values) -> bool:
         """True if a tile is in a visited block. With a block mask, loops over ranges without a block list skip the
         other tiles.
 
@@ -242,10 +231,8 @@ class Launch(MemoryOps, ArithmeticOps):
         blocks, axis = self.module.blocks, self.kernel.program_axis
         if blocks is None or blocks.data or op.cls == "all":
             return True
-        head = next(
-            load.src.index[1] for load in self.kernel.ops() if isinstance(load, Load) and load.src.tensor == "Q"
-        )
+        head = next(load.src.index[1] for load in only(self.kernel.ops(), tile.Load) if load.src.tensor == "Q")
         ranks = values[next(iter(BLOCK_LISTS[axis]))]
         row = ranks[values["b"], compiled(head)(values), values[f"_{axis}_row"] // blocks.size]
-        block = tile // self.tiles_in_a_block(op.var, values)
+        block = number // self.tiles_in_a_block(op.var, values)
         return bool(row[block] < row[block + 1])

@@ -20,28 +20,11 @@ from attngen.errors import AttngenError
 from attngen.interp.async_ops import AsyncOps
 from attngen.interp.pipelines import PipelineOps
 from attngen.interp.values import Program, Values
-from attngen.ir.core import Access, Block, Op, WarpGroup
+from attngen.ir import pipe, tile
+from attngen.ir.core import Access, Block, Op, WarpGroup, only
 from attngen.ir.dims import AXIS_EXTENT, SIDES
 from attngen.ir.expr import Expr
 from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.ops import OrderedAccumulate, OrderedAdd
-from attngen.ir.pipe import (
-    HALF_DIM,
-    PARTIALS,
-    PIPE_KIND,
-    SLICE_DIM,
-    TILE_DIM,
-    ConsumerWait,
-)
-from attngen.ir.pipe_control import (
-    PipelinedLoop,
-    PrefetchTile,
-    ReloadTile,
-    SchedulerBarrier,
-    SemaphoreAcquire,
-    SemaphoreRelease,
-    WorkLoop,
-)
 
 STAGES = 2  # of a pipeline with `num_stages` stages
 
@@ -61,7 +44,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
         """Also those of the results of pipelined loops."""
-        pipelined_loops = [op for op in self.kernel.ops() if isinstance(op, PipelinedLoop)]
+        pipelined_loops = list(only(self.kernel.ops(), pipe.PipelinedLoop))
         return super().dims | {
             f"{op.name}.{field}": self.kernel.type_of(ref).dims for op in pipelined_loops for field, ref in op.carry
         }
@@ -105,13 +88,13 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         programs."""
         values = {
             "num_stages": STAGES,
-            PARTIALS: PARTIAL_SUMS,
-            **{half: start[whole] // 2 for whole, half in HALF_DIM.items()},
+            pipe.PARTIALS: PARTIAL_SUMS,
+            **{half: start[whole] // 2 for whole, half in pipe.HALF_DIM.items()},
             **start,
         }
         instances = self.kernel.sharing_warp_group.instances
-        values |= {whole: start[own] for own, whole in TILE_DIM.items()}
-        values |= {part: start[of] // instances for of, part in SLICE_DIM.items() if of in start}
+        values |= {whole: start[own] for own, whole in pipe.TILE_DIM.items()}
+        values |= {part: start[of] // instances for of, part in pipe.SLICE_DIM.items() if of in start}
         values |= {**dict.fromkeys(SIDES.values(), start["D_V"] // 2), "right_v_start": start["D_V"] // 2}
         for axis, number in place.items():
             values |= self.position(axis, number, values)
@@ -155,7 +138,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
             "taken": {},
             "parts": warp_group.instances if warp_group.rows else 1,
         }
-        mine["own pipelines"] = {op.pipeline for op in self.kernel.within(block.name) if isinstance(op, ConsumerWait)}
+        mine["own pipelines"] = {op.pipeline for op in only(self.kernel.within(block.name), pipe.ConsumerWait)}
         if f"{self.kernel.program_axis}_start" in values:
             mine |= self.share(instance, mine["parts"], values)
         return (yield from self.block(block.name, mine, "entry"))
@@ -164,31 +147,31 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         """Run a block's ops; ops of warp groups may wait."""
         values["cls"] = cls
         for op in self.kernel.block(name).ops:
-            if type(op) not in PIPE_KIND:
+            if type(op) not in pipe.PIPE_KIND:
                 found = yield from self.ops((op,), values, cls)
                 if found:
                     return found
                 continue
-            yield from getattr(self, f"_{PIPE_KIND[type(op)]}")(op, values)
+            yield from getattr(self, f"_{pipe.PIPE_KIND[type(op)]}")(op, values)
         return {}
 
-    def add_in_order(self, op: OrderedAdd | OrderedAccumulate, values: Values, cls: str) -> Any:
+    def add_in_order(self, op: tile.OrderedAdd | tile.OrderedAccumulate, values: Values, cls: str) -> Any:
         """As in Launch, and yield that it waits."""
         for _ in super().add_in_order(op, values, cls):
             yield True
         return values
 
     def release(self, semaphore: Access, values: Values) -> None:
-        if not any(isinstance(op, SemaphoreRelease) for op in self.kernel.ops()):
+        if not any(only(self.kernel.ops(), pipe.SemaphoreRelease)):
             super().release(semaphore, values)
 
-    def _semaphore_acquire(self, op: SemaphoreAcquire, values: Values) -> Any:
+    def _semaphore_acquire(self, op: pipe.SemaphoreAcquire, values: Values) -> Any:
         if self._has_rows(values):
             for _ in self.wait_for_order(op.semaphore, op.order, values):
                 yield True
         yield False
 
-    def _semaphore_release(self, op: SemaphoreRelease, values: Values) -> Any:
+    def _semaphore_release(self, op: pipe.SemaphoreRelease, values: Values) -> Any:
         if self._has_rows(values):
             super().release(op.semaphore, values)
         yield False
@@ -198,7 +181,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         axis = self.kernel.program_axis
         return bool(values[f"{axis}_start"] < values[AXIS_EXTENT[axis]])
 
-    def _work_loop(self, op: WorkLoop, values: Values) -> Any:
+    def _work_loop(self, op: pipe.WorkLoop, values: Values) -> Any:
         """Run the body for the program's own tile and for each that it fetches. The place of each, here its number, is
         passed to the other warp groups."""
         number = next(values["counter"], -1) if op.fetches and self.kernel.adds_in_order else values["own"]
@@ -222,14 +205,14 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
             if op.fetches:
                 number = tile["prefetched"].pop() if tile["prefetched"] else next(values["counter"], -1)
 
-    def _prefetch_tile(self, op: PrefetchTile, values: Values) -> Any:
+    def _prefetch_tile(self, op: pipe.PrefetchTile, values: Values) -> Any:
         values["prefetched"].append(next(values["counter"], -1))
         yield False
 
-    def _reload_tile(self, op: ReloadTile, values: Values) -> Any:
+    def _reload_tile(self, op: pipe.ReloadTile, values: Values) -> Any:
         yield False
 
-    def _pipelined_loop(self, op: PipelinedLoop, values: Values) -> Any:
+    def _pipelined_loop(self, op: pipe.PipelinedLoop, values: Values) -> Any:
         carried = {field: values[ref] for field, ref in op.carry}
         partial, full = (self.numbers(loop, values) for loop in op.by_class)
         partials, hidden = len(partial), 0
@@ -270,14 +253,14 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         taken[pipeline] = taken.get(pipeline, 0) + 1
         return False
 
-    def named(self, op: PipelinedLoop, body: str, carried: Values) -> Values:
+    def named(self, op: pipe.PipelinedLoop, body: str, carried: Values) -> Values:
         """The carried values by the names of a body's arguments."""
         return {arg.name: carried[op.field_of(arg.name, body)] for arg in self.args(body)}
 
     def args(self, body: str) -> Iterator[Op]:
         return (op for op in self.kernel.block(body).ops if hasattr(op, "role"))
 
-    def _scheduler_barrier(self, op: SchedulerBarrier, values: Values) -> Any:
+    def _scheduler_barrier(self, op: pipe.SchedulerBarrier, values: Values) -> Any:
         """`arrived` has the instances whose barrier has an arrival. Two arrivals before a sync count once."""
         arrived, instance, instances = values["arrived"], values["instance"], values["parts"]
         if op.do == "arrive" or (op.do == "init" and instance == instances - 1):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import sympy
 
@@ -135,6 +135,25 @@ class Op:
                     rename.get(x, x) if isinstance(x, str) else (x[0], rename.get(x[1], x[1])) for x in value
                 )
         return replace(self, **new)
+
+
+A = TypeVar("A", bound=Op)
+B = TypeVar("B", bound=Op)
+C = TypeVar("C", bound=Op)
+D = TypeVar("D", bound=Op)
+
+
+@overload
+def only(ops: Iterable[Op], a: type[A], /) -> Iterator[A]: ...
+@overload
+def only(ops: Iterable[Op], a: type[A], b: type[B], /) -> Iterator[A | B]: ...
+@overload
+def only(ops: Iterable[Op], a: type[A], b: type[B], c: type[C], /) -> Iterator[A | B | C]: ...
+@overload
+def only(ops: Iterable[Op], a: type[A], b: type[B], c: type[C], d: type[D], /) -> Iterator[A | B | C | D]: ...
+def only(ops: Iterable[Op], *kinds: type[Op]) -> Iterator[Op]:
+    """Yield the ops of some kinds, such as `only(kernel.ops(), tile.Load)`."""
+    return (op for op in ops if isinstance(op, kinds))
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from functools import cached_property
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.core import OPERAND, Block, Op, Type, Uses
+from attngen.ir import tile
+from attngen.ir.core import OPERAND, Block, Op, Type, Uses, only
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.names import DIMS
-from attngen.ir.ops import Arg, Map, Yield
 
 Given = tuple[tuple[str, Expr], ...]  # (size as the kernel names it, its value)
 
@@ -157,19 +157,19 @@ class ListBlocks(Op):
 
 COLUMN_VIEWS = {"first_columns": "D_V", "last_columns": "D_ROPE"}  # `by` of a view of some columns -> their dimension
 HOST_OPS: dict[str, type[Op]] = {
-    "arg": Arg,
+    "arg": tile.Arg,
     "alloc": Alloc,
     "view": View,
     "copy": Copy,
     "launch": Launch,
     "if": If,
-    "map": Map,
+    "map": tile.Map,
     "sum": Sum,
     "place": Place,
     "sum_distances": SumDistances,
     "classify_blocks": ClassifyBlocks,
     "list_blocks": ListBlocks,
-    "yield": Yield,
+    "yield": tile.Yield,
 }
 HOST_KIND = {cls: kind for kind, cls in HOST_OPS.items()}
 
@@ -198,8 +198,8 @@ class Host:
         return found
 
     @cached_property
-    def args(self) -> tuple[Arg, ...]:
-        return tuple(op for op in self.block("entry").ops if isinstance(op, Arg))
+    def args(self) -> tuple[tile.Arg, ...]:
+        return tuple(only(self.block("entry").ops, tile.Arg))
 
     @cached_property
     def sizes(self) -> set[str]:
@@ -210,12 +210,12 @@ class Host:
     def results(self) -> dict[str, str]:
         """References to the values that @entry yields, by name."""
         last = self.block("entry").ops[-1]
-        return dict(last.values) if isinstance(last, Yield) else {}
+        return dict(last.values) if isinstance(last, tile.Yield) else {}
 
     def fields(self, op: If) -> dict[str, str]:
         """The fields of an `if`, with the references that its first branch yields for them."""
         last = self.block(op.then).ops[-1]
-        return dict(last.values) if isinstance(last, Yield) else {}
+        return dict(last.values) if isinstance(last, tile.Yield) else {}
 
     def type_of(self, ref: str) -> Type:
         """The type of a value. A field of an `if` has the type of the value that its first branch yields."""

@@ -13,33 +13,12 @@ from functools import cache, cached_property
 import networkx as nx
 
 from attngen.errors import VerifyError
-from attngen.ir.core import Access, Block, Op, Type, WarpGroup
+from attngen.ir import pipe, tile
+from attngen.ir.core import Access, Block, Op, Type, WarpGroup, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, first_row
 from attngen.ir.expr import Expr, floordiv, symbol
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis, KVSplit
 from attngen.ir.names import CALL_ROWS, START_RANKS, STARTS, block_lists
-from attngen.ir.ops import (
-    Arg,
-    Base,
-    CacheLength,
-    CountTiles,
-    Deinterleave,
-    Dot,
-    DropoutMask,
-    Gather,
-    GridDependencyWait,
-    Interleave,
-    ListPosition,
-    Load,
-    Loop,
-    Map,
-    OrderedAdd,
-    Scatter,
-    SoftmaxStep,
-    Store,
-)
-from attngen.ir.pipe import ConsumerWait, Rematerialize, SliceRows
-from attngen.ir.pipe_control import PipelinedLoop, WorkLoop, bodies_of
 
 
 @cache
@@ -128,7 +107,7 @@ class Kernel:
     def type_of(self, ref: str) -> Type:
         """The type of a value. A field of a loop has the type of its initial value."""
         op, field = self.op(ref), ref.partition(".")[2]
-        if isinstance(op, (Loop, PipelinedLoop)):
+        if isinstance(op, (tile.Loop, pipe.PipelinedLoop)):
             return self.type_of(dict(op.carry)[field])
         return op.results()[field]
 
@@ -137,40 +116,40 @@ class Kernel:
         """The kernel's named integer scalars, each with its expression; for a position in a block list, the tile at
         that position."""
         scalars = (
-            op
-            for op in self.ops()
-            if isinstance(op, (Map, ListPosition)) and op.type.dtype == "i32" and not op.type.dims
+            op for op in only(self.ops(), tile.Map, tile.ListPosition) if op.type.dtype == "i32" and not op.type.dims
         )
-        return tuple((symbol(op.name), op.tile if isinstance(op, ListPosition) else op.expr) for op in scalars)
+        return tuple((symbol(op.name), op.tile if isinstance(op, tile.ListPosition) else op.expr) for op in scalars)
 
     def resolve(self, e: Expr) -> Expr:
         """An expression with the kernel's named integer scalars written out."""
         return _written_out(e, self.named)
 
-    def accessed(self, op: Base | CountTiles | CacheLength | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
+    def accessed(
+        self, op: tile.Base | tile.CountTiles | tile.CacheLength | tile.Load | tile.Store
+    ) -> tuple[Op, tuple[Expr, ...]]:
         """The argument that an op's access reads or writes, and all indices. With a `base`, its indices come first."""
-        return self.through(op.dst if isinstance(op, Store) else op.src)
+        return self.through(op.dst if isinstance(op, tile.Store) else op.src)
 
     def through(self, access: Access) -> tuple[Op, tuple[Expr, ...]]:
         """The argument that an access refers to, and all indices. With a `base`, its indices come first."""
         source = self.op(access.tensor)
-        if isinstance(source, Base):
+        if isinstance(source, tile.Base):
             return self.op(source.src.tensor), source.src.index + access.index
         return source, access.index
 
-    def wait_of(self, ref: str) -> ConsumerWait | None:
+    def wait_of(self, ref: str) -> pipe.ConsumerWait | None:
         """The consumer_wait of a tile in a pipeline, also through rematerialize and slice_rows; else None."""
         op = self.op(ref)
-        while isinstance(op, (Rematerialize, SliceRows)):
+        while isinstance(op, (pipe.Rematerialize, pipe.SliceRows)):
             op = self.op(op.value)
-        return op if isinstance(op, ConsumerWait) else None
+        return op if isinstance(op, pipe.ConsumerWait) else None
 
-    def ranked_axis(self, op: ListPosition) -> str:
+    def ranked_axis(self, op: tile.ListPosition) -> str:
         """The axis of the tile whose position in a block list an op computes."""
         row = self.op(op.src)
-        if isinstance(row, Arg):
+        if isinstance(row, tile.Arg):
             return next(axis for axis, (name, _) in START_RANKS.items() if name == row.name)
-        return "kv" if isinstance(row, Base) and row.src.tensor in block_lists("q", True) else "q"
+        return "kv" if isinstance(row, tile.Base) and row.src.tensor in block_lists("q", True) else "q"
 
     @cached_property
     def places(self) -> bool:
@@ -184,7 +163,7 @@ class Kernel:
     def has_call_rows(self, access: Access, at: int) -> bool:
         """True if a dimension of an access counts the rows of a call that has chunks of a sequence."""
         tensor, index = self.through(access)
-        assert isinstance(tensor, Arg)
+        assert isinstance(tensor, tile.Arg)
         return tensor.type.dims[len(index) - len(access.index) + at] in CALL_ROWS.values()
 
     def first_row(self, access: Access, at: int, axis: str) -> str:
@@ -207,9 +186,9 @@ class Kernel:
 
     def only_known(self, op: Op) -> bool:
         """True if the op is a load that no op reads. Only facts of masks name it, and it is not printed."""
-        return isinstance(op, (Gather, Load)) and not self.graph.out_degree(op.name)
+        return isinstance(op, (tile.Gather, tile.Load)) and not self.graph.out_degree(op.name)
 
-    def loops_around(self, block: str) -> list[Loop]:
+    def loops_around(self, block: str) -> list[tile.Loop]:
         """The loops around a block, from the innermost out. If several loops share a body, the first of them."""
         found = []
         while loop := next((loop for loop in self.loops if loop.body == block), None):
@@ -221,7 +200,7 @@ class Kernel:
         """The ops of a block and of the bodies that they run."""
         for op in self.block(block).ops:
             yield op
-            for body in bodies_of(op):
+            for body in pipe.bodies_of(op):
                 yield from self.within(body)
 
     @cached_property
@@ -244,17 +223,17 @@ class Kernel:
         return next(block.warp_group for block in self.warp_groups if block.warp_group and block.warp_group.rows)
 
     @cached_property
-    def args(self) -> list[Arg]:
-        return [op for op in self.block("entry").ops if isinstance(op, Arg)]
+    def args(self) -> list[tile.Arg]:
+        return list(only(self.block("entry").ops, tile.Arg))
 
     @cached_property
-    def loops(self) -> list[Loop]:
-        return [op for op in self.ops() if isinstance(op, Loop)]
+    def loops(self) -> list[tile.Loop]:
+        return list(only(self.ops(), tile.Loop))
 
     @cached_property
     def waits(self) -> bool:
         """True if programs may start before the previous launch has ended, and wait for that end."""
-        return any(isinstance(op, GridDependencyWait) for op in self.ops())
+        return any(only(self.ops(), tile.GridDependencyWait))
 
     @property
     def overlaps(self) -> bool:
@@ -266,14 +245,14 @@ class Kernel:
         return any(loop.var == "KV_splits" for loop in self.loops)
 
     @cached_property
-    def dots(self) -> tuple[Dot, ...]:
+    def dots(self) -> tuple[tile.Dot, ...]:
         """Its matrix products, in the order written."""
-        return tuple(op for op in self.ops() if isinstance(op, Dot))
+        return tuple(only(self.ops(), tile.Dot))
 
     @cached_property
     def storing(self) -> frozenset[str]:
         """The blocks that store something, directly or in a loop inside."""
-        found = {block.name for block in self.blocks if any(isinstance(op, (Scatter, Store)) for op in block.ops)}
+        found = {block.name for block in self.blocks if any(only(block.ops, tile.Scatter, tile.Store))}
         for loop in reversed(self.loops):
             found |= {self.graph.nodes[loop.name]["block"]} if loop.body in found else set()
         return frozenset(found)
@@ -281,23 +260,23 @@ class Kernel:
     @cached_property
     def stored(self) -> frozenset[str]:
         """The tensors that the kernel stores to."""
-        return frozenset(self.accessed(op)[0].name for op in self.ops() if isinstance(op, Store))
+        return frozenset(self.accessed(op)[0].name for op in only(self.ops(), tile.Store))
 
     @cached_property
     def rewriting(self) -> frozenset[str]:
         """The blocks in which a tensor is both loaded and stored."""
-        arg = {op.name: op.src.tensor if isinstance(op, Base) else op.name for op in self.ops()}
+        arg = {op.name: op.src.tensor if isinstance(op, tile.Base) else op.name for op in self.ops()}
         found = set()
         for block in self.blocks:
-            loaded = {arg[op.src.tensor] for op in block.ops if isinstance(op, Load)}
-            found |= {block.name for op in block.ops if isinstance(op, Store) and arg[op.dst.tensor] in loaded}
+            loaded = {arg[op.src.tensor] for op in only(block.ops, tile.Load)}
+            found |= {block.name for op in only(block.ops, tile.Store) if arg[op.dst.tensor] in loaded}
         return frozenset(found)
 
     @cached_property
     def adds_in_order(self) -> bool:
         """True if programs add to a tensor in order. Such a kernel runs only warp-specialized, because TMA does the
         additions."""
-        return any(isinstance(op, OrderedAdd) for op in self.ops())
+        return any(only(self.ops(), tile.OrderedAdd))
 
     @cached_property
     def split_d_axis(self) -> GridAxis | None:
@@ -307,19 +286,19 @@ class Kernel:
     @cached_property
     def takes_heads(self) -> bool:
         """True if programs process several query heads of a group one after another."""
-        return any(isinstance(op, (Loop, PipelinedLoop)) and op.heads for op in self.ops())
+        return any(op.heads for op in only(self.ops(), tile.Loop, pipe.PipelinedLoop))
 
     @cached_property
     def is_persistent(self) -> bool:
-        return any(isinstance(op, WorkLoop) for op in self.ops())
+        return any(only(self.ops(), pipe.WorkLoop))
 
     @cached_property
     def round_robin(self) -> frozenset[str]:
         """The pipelines by whose stages instances of a warp group split the iterations of a loop."""
-        return frozenset(op.round_robin for op in self.ops() if isinstance(op, PipelinedLoop) and op.round_robin)
+        return frozenset(op.round_robin for op in only(self.ops(), pipe.PipelinedLoop) if op.round_robin)
 
     @cached_property
-    def of_heads(self) -> Loop | None:
+    def of_heads(self) -> tile.Loop | None:
         """The loop over the query heads of a group around the loops over tiles, or None."""
         return next((loop for loop in self.loops if loop.var == MEMBER), None)
 
@@ -330,7 +309,7 @@ class Kernel:
 
     @cached_property
     def has_dropout(self) -> bool:
-        return any(isinstance(op, DropoutMask) for op in self.ops())
+        return any(only(self.ops(), tile.DropoutMask))
 
     @cached_property
     def of_entropy(self) -> bool:
@@ -340,55 +319,53 @@ class Kernel:
     @cached_property
     def normalises(self) -> bool:
         """True if the kernel keeps the running maximum of the softmax."""
-        return any(isinstance(op, SoftmaxStep) for op in self.ops())
+        return any(only(self.ops(), tile.SoftmaxStep))
 
     @property
     def reads_cache(self) -> bool:
         """True if the keys are in a cache, in which each sequence has its own number of keys."""
-        return any(isinstance(op, CacheLength) for op in self.ops())
+        return any(only(self.ops(), tile.CacheLength))
 
-    def zeroes_past_end(self, op: Load | Map) -> bool:
+    def zeroes_past_end(self, op: tile.Load | tile.Map) -> bool:
         """True if the rows of a tile past the end of the sequence in a cache are set to zero, because they are summed
         with others. If a tile is dequantised from 8-bit numbers and scales, its own rows are set to zero, not those of
         its operands."""
         if not self.reads_cache or op.type.dims[:1] != ("BLOCK_KV",):
             return False
         summed = [dot for dot in self.dots if dot.over == "BLOCK_KV"]
-        if isinstance(op, Map):
+        if isinstance(op, tile.Map):
             return any(op.name == dot.b for dot in summed) and any(
-                isinstance(self.op(ref), Interleave) for ref in op.operands()
+                isinstance(self.op(ref), tile.Interleave) for ref in op.operands()
             )
         return (
-            any(self.multiplies(dot, op) and not isinstance(self.op(dot.b), Map) for dot in summed)
+            any(self.multiplies(dot, op) and not isinstance(self.op(dot.b), tile.Map) for dot in summed)
             and "kv" in op.src.axes()
         )
 
-    def multiplies(self, dot: Dot, op: Op) -> bool:
+    def multiplies(self, dot: tile.Dot, op: Op) -> bool:
         """True if a product has a value as an operand: directly, through the numbers of its 8-bit pairs, or as a scale
         of these."""
         return any(op.name in self._sources(ref) for ref in (dot.a, dot.b))
 
     def _sources(self, ref: str) -> set[str]:
         op = self.op(ref)
-        if isinstance(op, Deinterleave):
+        if isinstance(op, tile.Deinterleave):
             return {op.value.split(".")[0] if self.type_of(op.value).quantised else op.name}
-        if isinstance(op, Interleave):
+        if isinstance(op, tile.Interleave):
             return self._sources(op.a)
-        if isinstance(op, Map) and any(isinstance(self.op(used), Interleave) for _, used in op.uses):
+        if isinstance(op, tile.Map) and any(isinstance(self.op(used), tile.Interleave) for _, used in op.uses):
             return set().union(*(self._sources(used) for _, used in op.uses))
         return {op.name}
 
     @cached_property
     def tile_page(self) -> int:
         """The keys of a page, if it reads one page number per tile, so that tiles must divide pages; else 0."""
-        found = (
-            op for op in self.ops() if isinstance(op, Gather) and op.src.tensor == "PAGE_TABLE" and not op.type.dims
-        )
+        found = (op for op in only(self.ops(), tile.Gather) if op.src.tensor == "PAGE_TABLE" and not op.type.dims)
         return next((int(e.args[1]) for op in found for e in op.src.index if isinstance(e, floordiv)), 0)
 
     @cached_property
     def reads_quantised(self) -> bool:
-        return any(isinstance(op, Load) and op.type.quantised for op in self.ops())
+        return any(op.type.quantised for op in only(self.ops(), tile.Load))
 
     @property
     def rotates(self) -> bool:
@@ -403,14 +380,12 @@ class Kernel:
     @cached_property
     def looks_up(self) -> bool:
         """True if all elements that are read for each score are gathered from tables at computed indices."""
-        return self.reads_pairs and all(isinstance(op, Gather) for op in self.of_pairs)
+        return self.reads_pairs and all(isinstance(op, tile.Gather) for op in self.of_pairs)
 
     @cached_property
-    def of_pairs(self) -> list[Gather | Load]:
+    def of_pairs(self) -> list[tile.Gather | tile.Load]:
         """The loads and gathers of one element for each score."""
-        return [
-            op for op in self.ops() if isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"}
-        ]
+        return [op for op in only(self.ops(), tile.Gather, tile.Load) if set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"}]
 
     @cached_property
     def writes(self) -> frozenset[str]:

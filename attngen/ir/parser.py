@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from attngen.errors import IRError
+from attngen.ir import pipe, tile
 from attngen.ir.codecs import (
     MASKS,
     MEANING,
@@ -25,8 +26,6 @@ from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.host import HOST_OPS, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Cache, Config, Derived, DoesNotFit, Input, InputGradient, Meaning, Module, Read
-from attngen.ir.ops import OPS
-from attngen.ir.pipe import ALL_OPS
 from attngen.ir.syntax import HEADER_KEYS, IR_VERSION, POSITIONAL, UNNAMED, WARP_GROUP_WORDS
 
 _N = "([0-9]{1,9})"
@@ -62,7 +61,7 @@ def _tokens(text: str) -> list[str]:
     return [t.strip() for t in split(text, " ")]
 
 
-def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] = OPS) -> Op:
+def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] = tile.OPS) -> Op:
     """Parse one line of text as one of `ops`; `position` names an op without a result."""
     head, _, rest = line.partition(" = ") if line.startswith("%") else ("", "", line)
     typed = _split_type(rest)
@@ -222,7 +221,7 @@ def _sections(text: str, source: str) -> _Sections:
         elif section == "schedule":
             s.schedules[-1][1].append(_parse_config(line, s.header.get("backend", ""), where))
         elif section in ("kernel", "host"):
-            blocks, ops = (s.kernels[-1][1], ALL_OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)
+            blocks, ops = (s.kernels[-1][1], pipe.ALL_OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)
             _parse_in_blocks(line, blocks, ops, where)
         else:
             _parse_header_line(s, word, rest, where)

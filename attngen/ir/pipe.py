@@ -32,7 +32,7 @@ from typing import Protocol
 
 from attngen.ir.core import OPERAND, Access, Op, Type, Uses
 from attngen.ir.expr import Expr
-from attngen.ir.ops import KIND, OPS, DropoutMask
+from attngen.ir.pipe_control import *  # noqa: F403  `pipe.WorkLoop` and the others
 from attngen.ir.pipe_control import (
     PipelinedLoop,
     PrefetchTile,
@@ -42,6 +42,7 @@ from attngen.ir.pipe_control import (
     SemaphoreRelease,
     WorkLoop,
 )
+from attngen.ir.tile import KIND, OPS, DropoutMask
 
 PARTIALS = "_PARTIALS"  # dimension of the partial sums of a row, whose number a backend chooses (see partial_reduce)
 PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that depend on the position of a tile of keys

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from attngen.ir.core import OPERAND, Access, Op, Uses
 from attngen.ir.expr import Expr
-from attngen.ir.ops import Loop
+from attngen.ir.tile import Loop
 
 Ranges = tuple[tuple[Expr, Expr], ...]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 
+from attngen.ir import pipe
 from attngen.ir.codecs import (
     MASKS,
     MEANING,
@@ -22,13 +23,12 @@ from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.host import HOST_KIND, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, DoesNotFit, Meaning, Module
-from attngen.ir.pipe import ALL_KINDS
 from attngen.ir.syntax import HEADER, IR_VERSION, POSITIONAL, UNNAMED, WARP_GROUP_WORDS
 
 
 def print_op(op: Op) -> str:
     """One op as one line of text."""
-    kind = ALL_KINDS.get(type(op)) or HOST_KIND[type(op)]
+    kind = pipe.ALL_KINDS.get(type(op)) or HOST_KIND[type(op)]
     positional = POSITIONAL.get(kind, ())
     codecs = codecs_of(kind)
     words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]

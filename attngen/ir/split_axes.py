@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.expr import Expr, floordiv, portion, symbol
 from attngen.ir.grid import GridAxis
 from attngen.ir.kernel import Kernel
 from attngen.ir.names import SHARES
-from attngen.ir.ops import Loop
 
 Range = tuple[Expr, Expr]
 ONE_HEAD: Range = (sympy.Integer(0), sympy.Integer(1))  # the heads of a loop that runs for one head
@@ -58,16 +58,16 @@ def whole_range(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis 
     return None, (lo, hi)
 
 
-def shared(kernel: Kernel, loop: Loop) -> list[tuple[GridAxis | None, Range]]:
+def shared(kernel: Kernel, loop: tile.Loop) -> list[tuple[GridAxis | None, Range]]:
     """The result of `whole_range` for each range of a loop, with named scalars written out."""
     return [whole_range(kernel.grid, kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges]
 
 
-def head_range(kernel: Kernel, loop: Loop) -> tuple[GridAxis | None, Range]:
+def head_range(kernel: Kernel, loop: tile.Loop) -> tuple[GridAxis | None, Range]:
     """The range of query heads that a loop runs one after another, and the axis whose programs split it, or None."""
     return whole_range(kernel.grid, *map(kernel.resolve, loop.heads[0])) if loop.heads else (None, ONE_HEAD)
 
 
-def ranges(kernel: Kernel, loop: Loop) -> list[Range]:
+def ranges(kernel: Kernel, loop: tile.Loop) -> list[Range]:
     """The ranges of a loop with named scalars written out; for a range that programs split, the whole range."""
     return [pair for _, pair in shared(kernel, loop)]

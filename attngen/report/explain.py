@@ -19,12 +19,13 @@ from attngen.cost.serving import call_flops, decoding, partial_result_bytes, rea
 from attngen.cost.split_d import split_d_costs
 from attngen.devices import DEVICES
 from attngen.heuristics import LISTED, SAMPLED_LENGTHS
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import If
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import ListPosition, Map, Mask
 from attngen.report.summary import kind, summary
 from attngen.report.tables import Rows
 from attngen.targets.registry import SPECIALIZERS, backend_of
@@ -240,7 +241,7 @@ def _tile_of_range(made: dict[str, Any]) -> str:
 def _conditions(module: Module, in_full: bool) -> Iterator[Line]:
     """Yield the conditions under which calls launch other kernels; long ones only with `in_full`."""
     for host in module.hosts:
-        scalars = {symbol(op.name): op.expr for op in host.ops() if isinstance(op, Map) and not op.type.dims}
+        scalars = {symbol(op.name): op.expr for op in only(host.ops(), tile.Map) if not op.type.dims}
         for op in host.ops():
             if isinstance(op, If) and op.where != sympy.true and op.orelse:
                 here, there = (", ".join(f"@{name}" for name in host.common_launches(b)) for b in (op.then, op.orelse))
@@ -260,12 +261,12 @@ def _tiles(module: Module) -> Iterator[RenderableType]:
         for loop in tile_loops(kernel):
             ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in loop.ranges)
             yield Line(f"@{kernel.name} {loop.cls}: {ranges}")
-        positions = {op.name for op in kernel.ops() if isinstance(op, ListPosition)} if kernel.places else set()
+        positions = {op.name for op in only(kernel.ops(), tile.ListPosition)} if kernel.places else set()
         for name, bound in bounds(kernel):
             found = f"tiles of the call before tile {to_text(bound)}" if str(name) in positions else to_text(bound)
             yield Line(f"  {name} = {found}")
         for op in kernel.ops():
-            if isinstance(op, Mask):
+            if isinstance(op, tile.Mask):
                 yield Line(f"@{kernel.name} mask: {to_text(op.where)}")
         listed = module.blocks is not None and module.blocks.data and bool(kernel.dots)
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):

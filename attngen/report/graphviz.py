@@ -7,10 +7,9 @@ import subprocess
 from pathlib import Path
 
 from attngen.errors import AttngenError
+from attngen.ir import pipe
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.pipe import ALL_KINDS
-from attngen.ir.pipe_control import bodies_of
 from attngen.ir.printer import print_op
 
 COLOURS = {"hbm": "#d9d9d9", "sram": "#b3d9ff", "reg": "#ffffff", "flight": "#ffe0b3", "?": "#ffffff"}
@@ -40,13 +39,13 @@ def _kernel(kernel: Kernel) -> list[str]:
         for op in block.ops:
             space = next((t.space for t in op.results().values()), "reg")
             label = print_op(op).split(" : ")[0].replace("\\", "\\\\").replace('"', '\\"')
-            style = f'fillcolor="{COLOURS[space]}", tooltip="{ALL_KINDS[type(op)]}"'
+            style = f'fillcolor="{COLOURS[space]}", tooltip="{pipe.ALL_KINDS[type(op)]}"'
             lines.append(f'      {node(op.name)} [label="{label}", {style}];')
         lines.append("    }")
     lines.append("  }")
     lines += [f"  {node(a)} -> {node(b)};" for a, b in kernel.graph.edges]
     for op in kernel.ops():
-        firsts = [kernel.block(body).ops[0].name for body in bodies_of(op)]
+        firsts = [kernel.block(body).ops[0].name for body in pipe.bodies_of(op)]
         lines += [f"  {node(op.name)} -> {node(first)} [style=dashed];" for first in firsts]
     return lines
 

@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 
 from attngen.errors import AttngenError
+from attngen.ir import pipe, tile
+from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dot
-from attngen.ir.pipe import ProducerLoad, TmaStore, Wgmma
 from attngen.report.charts import Drawing, Shape, path, rect, text
 from attngen.report.environment import SCHEMES, colours
 from attngen.report.launches import GROUPS
@@ -81,7 +81,7 @@ def _meanings(line: Timeline) -> dict[str, str]:
     seen = {span.cls for span in line.spans if span.end > span.start}
     named: dict[str, list[str]] = {SCORES: [], RESULTS: []}
     for op in line.kernel.ops():
-        if isinstance(op, (Wgmma, Dot)):
+        if isinstance(op, (pipe.Wgmma, tile.Dot)):
             product = line.products.of(op)
             named[SCORES if product.gives_scores else RESULTS].append(product.name)
     products = {cls: ", ".join(dict.fromkeys(names)) for cls, names in named.items()}
@@ -91,9 +91,7 @@ def _meanings(line: Timeline) -> dict[str, str]:
 def _order(kernel: Kernel, line: Timeline) -> list[str]:
     """Return the names of lanes from the top: producers, pipelines, and the other warp groups, each with its
     wgmmas."""
-    producers = {
-        b.name for b in kernel.warp_groups if any(isinstance(op, ProducerLoad) for op in kernel.within(b.name))
-    }
+    producers = {b.name for b in kernel.warp_groups if any(only(kernel.within(b.name), pipe.ProducerLoad))}
     found = [agent.name for agent in line.agents if agent.name.split()[0] in producers]
     found += [f"{pipeline} {stage}" for pipeline, stages in line.stages.items() for stage in range(stages)]
     for agent in line.agents:
@@ -107,7 +105,7 @@ def _called(kernel: Kernel, line: Timeline, lane: str) -> str:
     pipeline, is_stage, stage = lane.partition("_pipeline ")
     if is_stage:
         what = "tile scheduler" if pipeline == "Work" else pipeline.replace("_", " ")
-        stored = {op.staging for op in kernel.ops() if isinstance(op, TmaStore)}
+        stored = {op.staging for op in only(kernel.ops(), pipe.TmaStore)}
         if f"{pipeline}_pipeline" in stored and not line.uses[f"{pipeline}_pipeline"]:
             return f"{what}, TMA store"
         return f"{what}, stage {stage}"

@@ -11,12 +11,13 @@ import sympy
 from attngen.cost.calls import ranges
 from attngen.cost.roofline import Problem, rows_of_call
 from attngen.devices import Device
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr import Bool, select, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import Host, If, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Arg, Map
 from attngen.tiles.tiles import evaluate
 
 PORTABLE = "portable, Triton"
@@ -138,8 +139,8 @@ def _runs(module: Module, host: Host, block: str, cls: str) -> bool:
 
 def _condition(host: Host, where: Bool) -> Bool:
     """Return a condition in terms of a call's sizes. Gradients are taken to be needed, and the kernels to exist."""
-    known = {symbol(op.name): op.expr for op in host.ops() if isinstance(op, Map) and not op.type.dims}
-    flags = {symbol(op.name): sympy.true for op in host.ops() if isinstance(op, Arg) and op.role == "flag"}
+    known = {symbol(op.name): op.expr for op in only(host.ops(), tile.Map) if not op.type.dims}
+    flags = {symbol(op.name): sympy.true for op in only(host.ops(), tile.Arg) if op.role == "flag"}
     while (plain := where.xreplace(known)) != where:
         where = plain
     where = where.xreplace(flags).subs(symbol("fused"), 1)

@@ -18,12 +18,13 @@ from attngen.cost.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import If, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import ListPosition, Map, Mask
 from attngen.ir.split_axes import whole_range
 from attngen.lowering.pipeline import unspecialized
 from attngen.report.charts import UNLISTED
@@ -157,7 +158,7 @@ class Group(NamedTuple):
 def meaning(logical: Module, module: Module, typeset: MathML) -> list[Group]:
     """Return formulas for the mask and scores, before any choice of tiles, and for their FLOPs and bytes."""
     kernel = logical.kernels[0]
-    masks = [op.where for op in kernel.ops() if isinstance(op, Mask)]
+    masks = [op.where for op in only(kernel.ops(), tile.Mask)]
     visible = [Formula(SEES, typeset.math(where.replace(_is_inequality, _solved)), "where") for where in masks]
     if not masks:
         visible = [Formula(SEES, "always", "")]
@@ -202,11 +203,11 @@ def _solved(inequality: Bool) -> Bool:
 def _scores(kernel: Kernel) -> dict[str, Expr]:
     """Return the steps from a product of a query and a key to its score, by name, with the kernel's scalars
     inlined."""
-    maps = {op.name: op for op in kernel.ops() if isinstance(op, Map)}
+    maps = {op.name: op for op in only(kernel.ops(), tile.Map)}
     scalars = {symbol(name): op.expr for name, op in maps.items() if not op.type.dims}
     found: dict[str, Expr] = {}
 
-    def add(op: Map) -> None:
+    def add(op: tile.Map) -> None:
         for _, ref in op.uses:
             if ref in maps and symbol(ref) not in scalars:
                 add(maps[ref])
@@ -219,9 +220,7 @@ def _scores(kernel: Kernel) -> dict[str, Expr]:
 
 
 def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -> Group:
-    found = [
-        Formula("mask, where tiles need one", typeset.math(op.where), "") for op in kernel.ops() if isinstance(op, Mask)
-    ]
+    found = [Formula("mask, where tiles need one", typeset.math(op.where), "") for op in only(kernel.ops(), tile.Mask)]
     iterations: Expr = sympy.Integer(0)
     for loop in tile_loops(kernel):
         parts = []
@@ -230,7 +229,7 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
             iterations += end - first
             parts.append(typeset.between(lo, "j", hi))
         found.append(Formula(f"{loop.cls} tiles", Markup(" and ").join(parts), ""))
-    positions = {op.name for op in kernel.ops() if isinstance(op, ListPosition)}
+    positions = {op.name for op in only(kernel.ops(), tile.ListPosition)}
     of = "of the call" if kernel.places else "listed"
     for name, value in bounds(kernel):
         if str(name) in positions:
@@ -268,7 +267,7 @@ def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Mark
     meanings |= {i.name: i.help for i in module.inputs}
     meanings |= {name: f"computed by {d.function} before the kernels run" for d in module.derived for name in d.names}
     ops = (op for m in (logical, module) for kernel in m.kernels for op in kernel.ops())
-    defined = {op.name for op in ops if isinstance(op, (Map, ListPosition))}
+    defined = {op.name for op in only(ops, tile.Map, tile.ListPosition)}
     order = [*meanings, *sorted(typeset.used - set(meanings))]
     used = [name for name in order if name in typeset.used and name not in defined]
     return [

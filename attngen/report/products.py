@@ -9,12 +9,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+from attngen.ir import pipe, tile
 from attngen.ir.core import Op
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Arg, Dot, Yield
-from attngen.ir.pipe import ConsumerWait, ProducerLoad, ProducerStore, Wgmma
 
-MATMULS = (Dot, Wgmma)
+MATMULS = (tile.Dot, pipe.Wgmma)
 # (what the scores are, the kind of dimension over which they are multiplied) -> (result, product)
 RESULTS = {
     ("P", "kv"): ("O", "P V"),
@@ -53,7 +52,7 @@ class Products:
         """The values or tensors with which each pipeline is filled."""
         found: dict[str, list[str]] = {}
         for op in self.kernel.ops():
-            if isinstance(op, (ProducerLoad, ProducerStore)):
+            if isinstance(op, (pipe.ProducerLoad, pipe.ProducerStore)):
                 found.setdefault(op.pipeline, []).extend(ref for ref in op.operands() if ref != op.pipeline)
         return found
 
@@ -62,15 +61,15 @@ class Products:
         """The values that loops pass on, by the name of the field."""
         found: dict[str, list[str]] = {}
         for op in self.kernel.ops():
-            for field, ref in (*getattr(op, "carry", ()), *(op.values if isinstance(op, Yield) else ())):
+            for field, ref in (*getattr(op, "carry", ()), *(op.values if isinstance(op, tile.Yield) else ())):
                 found.setdefault(field, []).append(ref)
         return found
 
     def _sources(self, op: Op) -> list[str]:
         """Return the values from which an op computes its results."""
-        if isinstance(op, ConsumerWait):
+        if isinstance(op, pipe.ConsumerWait):
             return self._filled.get(op.pipeline, [])
-        if isinstance(op, Arg) and op.role == "carry":
+        if isinstance(op, tile.Arg) and op.role == "carry":
             return next((refs for name, refs in self._carried.items() if op.name.startswith(name)), [])
         return list(op.operands())
 
@@ -86,7 +85,7 @@ class Products:
             seen.add(op.name)
             if isinstance(op, MATMULS):
                 found.add("*")
-            if isinstance(op, Arg) and op.role != "carry":
+            if isinstance(op, tile.Arg) and op.role != "carry":
                 found |= {op.name} if op.type.dims else set()
             else:
                 todo += self._sources(op)
@@ -99,15 +98,15 @@ class Products:
             return "dS"
         return "tP" if any(name.startswith("t") for name in tensors) else "P"
 
-    def of(self, op: Dot | Wgmma) -> Product:
+    def of(self, op: tile.Dot | pipe.Wgmma) -> Product:
         """Return what a matrix product computes."""
         a, b = (self.tensors(ref) for ref in (op.a, op.b))
         if "*" not in a | b:
             return self._of_tiles({_main(a), _main(b)}, bool(op.acc))
-        scores, tile = (op.a, b) if "*" in a else (op.b, a)
+        scores, factor = (op.a, b) if "*" in a else (op.b, a)
         side = "kv" if op.over in _KV else "q"
         result, product = RESULTS[self.scores(scores), side]
-        if _main(tile).startswith("t"):
+        if _main(factor).startswith("t"):
             result, product = f"t{result}", product.replace("V", "tV")
         return Product(result, product, bool(op.acc))
 

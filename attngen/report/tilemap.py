@@ -12,10 +12,10 @@ import sympy
 from attngen.cost.calls import Range, chosen, ranges
 from attngen.cost.roofline import Problem, config_of, rows_of_call
 from attngen.devices import CLASSES, DEVICES
+from attngen.ir import tile
 from attngen.ir.expr import Expr
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Config, Module
-from attngen.ir.ops import Loop
 from attngen.ir.split_axes import ranges as shared_ranges
 from attngen.masks import registry
 from attngen.report.charts import UNLISTED, Drawing, tile_map
@@ -206,7 +206,7 @@ def _small(module: Module, kernel: Kernel, config: Config, most: int) -> tuple[i
     return n, block_q, block_kv
 
 
-def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> list[tuple[int, int]]:
+def _spans(kernel: Kernel, loop: tile.Loop, values: dict[str, int], tiles: int) -> list[tuple[int, int]]:
     """Return the ranges of a loop for one program, within `tiles` tiles; raise Unknown, with the reason, if they are
     unknown."""
     found = []

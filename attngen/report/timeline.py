@@ -16,28 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from attngen.interp.numeric import compiled
-from attngen.ir.core import Block, Op, WarpGroup
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, WarpGroup, only
 from attngen.ir.expr import exp2
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Arg, Dot, Init, Load, Loop, Map, Mask, OrderedAdd, SoftmaxStep, Store, Yield
-from attngen.ir.pipe import (
-    ConcatHalves,
-    ConsumerRelease,
-    ConsumerWait,
-    ConvertLayout,
-    PinBeforeWait,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-    ProducerTail,
-    SoftmaxWeights,
-    SplitHalves,
-    TmaStore,
-    TmaStoreWait,
-    Wgmma,
-    WgmmaWait,
-)
-from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier, WorkLoop, bodies_of
 from attngen.report.products import Products
 
 PRODUCT, COPY, SOFTMAX = 4, 6, 6  # steps
@@ -111,7 +93,7 @@ class Timeline:
     def __init__(self, kernel: Kernel, num_stages: int) -> None:
         self.kernel, self.products = kernel, Products(kernel)
         self.spans: list[Span] = []
-        pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.metadata_of]
+        pipelines = [op for op in only(kernel.ops(), pipe.Pipeline) if not op.metadata_of]
         self.stages = {
             pipeline.name: int(compiled(pipeline.stages)({"num_stages": num_stages})) for pipeline in pipelines
         }
@@ -130,8 +112,8 @@ class Timeline:
         self.stored_by_consumers = {
             op.pipeline: count
             for name, count in groups.items()
-            for op in kernel.within(name)
-            if isinstance(op, ProducerStore) and op.pipeline in self.uses
+            for op in only(kernel.within(name), pipe.ProducerStore)
+            if op.pipeline in self.uses
         }
         self.free = 0  # the step at which the tensor cores have finished the issued wgmmas
         classes = {cls for op in kernel.ops() for cls in _classes(op)}
@@ -184,39 +166,39 @@ class Timeline:
 
     def op(self, agent: _Agent, op: Op, cls: str) -> Steps:
         match op:
-            case WorkLoop():
+            case pipe.WorkLoop():
                 yield from self.work(agent, op)
-            case PipelinedLoop():
+            case pipe.PipelinedLoop():
                 yield from self.loop(agent, op)
-            case Loop():
+            case tile.Loop():
                 for _ in range(self.iterations.get(op.cls, ITERATIONS)):
                     yield from self.block(agent, op.body, op.cls)
-            case SchedulerBarrier():
+            case pipe.SchedulerBarrier():
                 yield from self.turn(agent, op.do)
-            case ProducerLoad() if op.pipeline in self.uses:
+            case pipe.ProducerLoad() if op.pipeline in self.uses:
                 yield from self.produce(agent, op.pipeline, str(len(self.uses[op.pipeline])), COPY)
-            case ProducerStore() if op.pipeline in self.stored_by_consumers:
+            case pipe.ProducerStore() if op.pipeline in self.stored_by_consumers:
                 yield from self.store(agent, op.pipeline)
-            case OrderedAdd():
+            case tile.OrderedAdd():
                 end = agent.now + COPY
                 yield _Ask(lambda: end, STORED, agent.number, f"%{op.value} is added to its sum by TMA")
-            case ConsumerWait():
+            case pipe.ConsumerWait():
                 agent.held[op.name] = op.pipeline, (yield from self.consume(agent, op.pipeline))
                 if self.group_of(agent).warps == 1:
                     agent.number = self.uses[op.pipeline][agent.held[op.name][1]].label
-            case ConsumerRelease():
+            case pipe.ConsumerRelease():
                 pipeline, use = agent.held[op.value]
                 self.uses[pipeline][use].releases.append(agent.now)
-            case ProducerTail():
+            case pipe.ProducerTail():
                 yield _Ask(lambda: self.released(op.pipeline, len(self.uses[op.pipeline])))
-            case Wgmma():
+            case pipe.Wgmma():
                 self.issue(agent, op)
-            case WgmmaWait():
+            case pipe.WgmmaWait():
                 yield from self.landed(agent, op.value)
-            case Dot():
+            case tile.Dot():
                 self.issue(agent, op)
                 yield from self.landed(agent, op.name)
-            case TmaStore():
+            case pipe.TmaStore():
                 yield _Ask(lambda: agent.stored.get(op.staging, 0))
                 agent.stored[op.staging] = agent.now + COPY
                 self.spans.append(
@@ -229,12 +211,12 @@ class Timeline:
                         f"%{op.value} of {agent.name} is stored",
                     )
                 )
-            case TmaStoreWait():
+            case pipe.TmaStoreWait():
                 yield _Ask(lambda: agent.stored.get(op.staging, 0))
             case _:
                 yield from self.compute(agent, op, cls)
 
-    def loop(self, agent: _Agent, op: PipelinedLoop) -> Steps:
+    def loop(self, agent: _Agent, op: pipe.PipelinedLoop) -> Steps:
         """Run a loop over tiles."""
         classes = ["partial"] * (self.iterations["partial"] * bool(op.partial))
         classes += ["full"] * (self.iterations["full"] * bool(op.full))
@@ -254,35 +236,44 @@ class Timeline:
     def compute(self, agent: _Agent, op: Op, cls: str) -> Steps:
         """Run arithmetic, and loads outside of producers."""
         steps, label, shown = 1, "", "hollow"
-        if isinstance(op, (SoftmaxStep, SoftmaxWeights)):
-            halved = isinstance(op, SoftmaxWeights)
+        if isinstance(op, (tile.SoftmaxStep, pipe.SoftmaxWeights)):
+            halved = isinstance(op, pipe.SoftmaxWeights)
             steps, label, shown = (
                 SOFTMAX // 2 if halved else SOFTMAX,
                 "exp(S)" if halved else f"softmax {agent.number}",
                 "partial",
             )
-        elif isinstance(op, Load) and op.type.space == "sram":
+        elif isinstance(op, tile.Load) and op.type.space == "sram":
             steps, shown = COPY, "track"
         elif not self.is_arithmetic(op, cls):
             return
         elif agent.ending:
             shown = ENDING
-        elif isinstance(op, Map) and op.expr.has(exp2):  # P, recomputed from the LSE
+        elif isinstance(op, tile.Map) and op.expr.has(exp2):  # P, recomputed from the LSE
             shown, label = "partial", "P"
         end = agent.now + steps
-        hint = f"%{op.value} is stored" if isinstance(op, Store) else f"%{op.name}"
+        hint = f"%{op.value} is stored" if isinstance(op, tile.Store) else f"%{op.name}"
         yield _Ask(lambda: end, shown, label, hint)
 
     def is_arithmetic(self, op: Op, cls: str) -> bool:
         """True if an op does arithmetic on a tile in an iteration of class `cls`."""
-        if isinstance(op, (Arg, Init, Yield, ConvertLayout, SplitHalves, PinBeforeWait, ConcatHalves)) or (
-            isinstance(op, Mask) and cls == "full" and op.when == "partial"
-        ):
+        if isinstance(
+            op,
+            (
+                tile.Arg,
+                tile.Init,
+                tile.Yield,
+                pipe.ConvertLayout,
+                pipe.SplitHalves,
+                pipe.PinBeforeWait,
+                pipe.ConcatHalves,
+            ),
+        ) or (isinstance(op, tile.Mask) and cls == "full" and op.when == "partial"):
             return False
         types = (*op.results().values(), *map(self.kernel.type_of, op.operands()))
         return any(len(t.dims) == 2 and t.space == "reg" for t in types)
 
-    def work(self, agent: _Agent, op: WorkLoop) -> Steps:
+    def work(self, agent: _Agent, op: pipe.WorkLoop) -> Steps:
         """Run the work loop of a persistent program, up to the end-of-work signal."""
         for n in range(TILES + 1):
             use = -1
@@ -382,7 +373,7 @@ class Timeline:
         if do == "sync":
             self.spans.append(Span(agent.name, agent.now, agent.now + 1, TURN, "", "its turn"))
 
-    def issue(self, agent: _Agent, op: Wgmma | Dot) -> None:
+    def issue(self, agent: _Agent, op: pipe.Wgmma | tile.Dot) -> None:
         """Issue a wgmma, which starts when the tensor cores have finished the earlier ones. It has the number of its
         right operand's use."""
         start = max(agent.now, self.free)
@@ -406,20 +397,24 @@ class Timeline:
 def _consumes(kernel: Kernel, block: Block, pipeline: str) -> bool:
     """True if a block, or a body that it runs, consumes tiles or tile indices from a pipeline."""
     for op in block.ops:
-        if isinstance(op, (ConsumerWait, WorkLoop)) and op.pipeline == pipeline and not getattr(op, "fetches", False):
+        if (
+            isinstance(op, (pipe.ConsumerWait, pipe.WorkLoop))
+            and op.pipeline == pipeline
+            and not getattr(op, "fetches", False)
+        ):
             return True
-        if any(_consumes(kernel, kernel.block(body), pipeline) for body in bodies_of(op)):
+        if any(_consumes(kernel, kernel.block(body), pipeline) for body in pipe.bodies_of(op)):
             return True
     return False
 
 
 def _splits(kernel: Kernel, block: Block, pipeline: str) -> bool:
     """True if the instances of a warp group split the tiles of a pipeline among themselves."""
-    return any(isinstance(op, PipelinedLoop) and op.round_robin == pipeline for op in kernel.within(block.name))
+    return any(op.round_robin == pipeline for op in only(kernel.within(block.name), pipe.PipelinedLoop))
 
 
 def _classes(op: Op) -> set[str]:
     """Return the classes of tiles that a loop visits."""
-    if isinstance(op, PipelinedLoop):
+    if isinstance(op, pipe.PipelinedLoop):
         return {cls for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
-    return {op.cls} if isinstance(op, Loop) else set()
+    return {op.cls} if isinstance(op, tile.Loop) else set()

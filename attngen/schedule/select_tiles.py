@@ -54,11 +54,11 @@ from attngen.heuristics import (
     UNIT,
     WIDEST_ACC,
 )
-from attngen.ir.core import Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Op, Type, only
 from attngen.ir.expr import select
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, DoesNotFit, Module
-from attngen.ir.ops import ListPosition, Load, Map, OrderedAdd
 from attngen.schedule.table import Table, committed
 from attngen.targets.registry import backend_of
 from attngen.tiles.launches import combine_warps
@@ -146,7 +146,7 @@ class SelectTiles(Pass):
         def candidates(
             blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]
         ) -> Iterator[Config]:
-            tma = elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
+            tma = elem == 2 and CLASSES[device].tma and any(op.via for op in only(kernel.ops(), tile.Load))
             prefers_tma = limit is None or kernel.kv_split is not None
             for q, kv, w, columns in product(blocks_q, blocks_kv, warps, block_d_choices(module, kernel)):
                 by_pointers = Config(
@@ -178,7 +178,7 @@ class SelectTiles(Pass):
         if kernel.kv_split and limit == PACKED and not self.block_q:
             blocks_q = (PACKED,)  # the keys take the time, and more rows would be empty
         if kernel.kv_split and not self.block_kv:
-            by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
+            by_rows = any(op.pages and not op.via for op in only(kernel.ops(), tile.Load))
             # Looking up the pages of single rows has a latency that longer tiles hide.
             lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2, UNIT // 4)
             fit = (kv for kv in lengths if any(cycles(c) < float("inf") for c in candidates(blocks_q, (kv,), warps)))
@@ -248,7 +248,7 @@ def _combine_configs(module: Module, device: str, elem: int) -> Iterator[Config]
 
 def _is_pairwise(kernel: Kernel) -> bool:
     """True if a kernel that prepares tensors compares each query of a tile with each key of a tile."""
-    return any(set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in kernel.ops() if isinstance(op, Map))
+    return any(set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in only(kernel.ops(), tile.Map))
 
 
 def _pairwise_config(device: str, elem: int) -> Config:
@@ -304,13 +304,9 @@ def _accumulation_order(module: Module, kernel: Kernel) -> Kernel:
     )
 
     def change(_: str, op: Op) -> list[Op]:
-        if order_if_reversed is None or not isinstance(op, OrderedAdd) or op.order is None:
+        if order_if_reversed is None or not isinstance(op, tile.OrderedAdd) or op.order is None:
             return [op]
-        makers = (
-            replace(made, type=Type("i32", (), "reg"))
-            for made in order_if_reversed.ops
-            if isinstance(made, ListPosition)
-        )
+        makers = (replace(made, type=Type("i32", (), "reg")) for made in only(order_if_reversed.ops, tile.ListPosition))
         return [*makers, replace(op, order=order_by_direction(order_if_reversed.expr, op.order))]
 
     return replace(kernel, grid=(tiles, *kernel.grid[1:])).rewrite(change)
@@ -330,7 +326,7 @@ def _with_one_head_per_program(op: Op) -> list[Op]:
     In a host program it depends on the most heads per program, `select(_use_fused > 0, FUSED_HEADS, group)`; here that
     becomes `select(_use_fused > 0, 1, group)`.
     """
-    if not isinstance(op, Map) or op.name != "splits":
+    if not isinstance(op, tile.Map) or op.name != "splits":
         return [op]
     return [
         replace(

@@ -12,9 +12,10 @@ from typing import Any
 
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Load
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.classes import Key, key
 from attngen.tiles.sizes import block_d_choices, lies_in_pages
@@ -133,7 +134,7 @@ def usable(module: Module, kernel: Kernel, config: Config) -> bool:
     """True if a config fits the module: its tiles divide the mask's blocks and the sequence's chunks, TMA and head_dim
     slices are possible where it uses them, and it is not known to spill."""
     divides = not (module.blocks and tile_loops(kernel)) or max(config.block_q, config.block_kv) <= module.blocks.size
-    described = any(isinstance(op, Load) and op.via for op in kernel.ops())
+    described = any(op.via for op in only(kernel.ops(), tile.Load))
     return (
         divides
         and module.chunk % config.block_q == module.chunk % config.block_kv == 0

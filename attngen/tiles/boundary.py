@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, conjuncts, symbol
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Mask
 from attngen.ir.prove import excess, prove_le
 from attngen.tiles.intervals import Bound, MaskContext, extremes, solve
 from attngen.tiles.ranges import mask_context
@@ -15,7 +15,7 @@ PLACES = ("q_start", "BLOCK_Q", "kv_start", "BLOCK_KV")  # first row and size of
 FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, PLACES)
 
 
-def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
+def data_of(kernel: Kernel, op: tile.Mask) -> frozenset[str]:
     """Return the names in a mask's condition, other than positions, that are not integers or vary per row or pair."""
     context = mask_context(kernel, kernel.graph.nodes[op.name]["block"])
     return context.rows | context.others

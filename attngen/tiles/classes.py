@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attngen.heuristics import CACHED_KEYS, RANGES, REACH, SPLIT_RANGES
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import STATISTICS
-from attngen.ir.ops import Gather, Load
 from attngen.tiles.sizes import mode, tile_width
 from attngen.tiles.tiles import count_tiles, tile_loops
 
@@ -79,7 +79,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     listed = module.blocks is not None
     features = {
         "blocks": listed,
-        "pages": any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops()),
+        "pages": any(op.pages and not op.via for op in only(kernel.ops(), tile.Load)),
         "rows": any(_reads_row(kernel, op) for op in kernel.ops()),
         "pairs": kernel.reads_pairs and not kernel.looks_up,
         "lookups": kernel.looks_up,
@@ -103,6 +103,6 @@ def _shape(kernel: Kernel, rows: int) -> str:
 
 def _reads_row(kernel: Kernel, op: Op) -> bool:
     """True if an op reads one number per row of a tile for the mask or a modifier."""
-    if not isinstance(op, (Gather, Load)) or len(op.type.dims) != 1:
+    if not isinstance(op, (tile.Gather, tile.Load)) or len(op.type.dims) != 1:
         return False
-    return (op.src.tensor if isinstance(op, Gather) else kernel.accessed(op)[0].name) not in STATISTICS
+    return (op.src.tensor if isinstance(op, tile.Gather) else kernel.accessed(op)[0].name) not in STATISTICS

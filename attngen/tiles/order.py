@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import sympy
 
-from attngen.ir.core import Access, Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Access, Op, Type, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, first_row
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
 from attngen.ir.names import BLOCK_LISTS, START_RANKS
-from attngen.ir.ops import Base, CountTiles, ListPosition, Load, OrderedAdd
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import last_row, with_rows
 
@@ -47,22 +47,23 @@ def order_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[Op] 
     loop = "kv" if own == "q" else "q"
     ranks, _ = BLOCK_LISTS[loop]
     block = floordiv(symbol(first_row(loop, places)), sympy.Integer(blocks.size))
-    row = Base(f"{ranks}_row", Access(ranks, (symbol("b"), symbol("h"), block)), Type("ptr"))
+    row = tile.Base(f"{ranks}_row", Access(ranks, (symbol("b"), symbol("h"), block)), Type("ptr"))
     end, following = (
-        ListPosition(f"{own}_{word}_at", row.name, e, Type("i32")) for word, e in (("end", tiles), ("next", number + 1))
+        tile.ListPosition(f"{own}_{word}_at", row.name, e, Type("i32"))
+        for word, e in (("end", tiles), ("next", number + 1))
     )
     return Order(symbol(end.name) - symbol(following.name), (*counts, row, end, following))
 
 
-def position_of(name: str, axis: str, tile: Expr) -> tuple[Expr, ListPosition] | tuple[Expr]:
+def position_of(name: str, axis: str, number: Expr) -> tuple[Expr, tile.ListPosition] | tuple[Expr]:
     """Return the number of tiles of a call's chunks before a tile of the whole sequence, and the op that computes it
     under this name, if it is not 0."""
-    if tile == 0:
-        return (tile,)
-    return symbol(name), ListPosition(name, START_RANKS[axis][0], tile, Type("i32"))
+    if number == 0:
+        return (number,)
+    return symbol(name), tile.ListPosition(name, START_RANKS[axis][0], number, Type("i32"))
 
 
-def order_ops(kernel: Kernel, add: OrderedAdd) -> tuple[Op, ...]:
+def order_ops(kernel: Kernel, add: tile.OrderedAdd) -> tuple[Op, ...]:
     """Return the ops of the loop's body on which the order of an accumulation there depends."""
     home = kernel.graph.nodes[add.name]["block"]
     found, left = set[str](), kernel.scalars_of(add)
@@ -180,7 +181,7 @@ def differs(kernel: Kernel, e: Expr) -> bool:
     """True if an expression depends on the program tile: on its start, or on values loaded there."""
     start = f"{kernel.program_axis}_start"
     names = {*symbol_names(kernel.resolve(e))}
-    loads = (op for op in kernel.ops() if isinstance(op, Load) and op.name in names)
+    loads = (op for op in only(kernel.ops(), tile.Load) if op.name in names)
     return start in names or any(start in symbol_names(index) for op in loads for index in op.src.index)
 
 
@@ -219,8 +220,8 @@ class _ProgramTiles:
             symbol(AXIS_EXTENT[own]),
         )
         self.whole = cdiv(self.extent, self.rows)
-        self.counts: list[CountTiles] = []  # the ops that define symbols of the bounds
-        loads = {symbol(op.name): op for op in kernel.block("entry").ops if isinstance(op, Load) and not op.type.dims}
+        self.counts: list[tile.CountTiles] = []  # the ops that define symbols of the bounds
+        loads = {symbol(op.name): op for op in only(kernel.block("entry").ops, tile.Load) if not op.type.dims}
         self.uniform = {s for s, op in loads.items() if not any(self.start in i.free_symbols for i in op.src.index)}
         # Loads at the first or last row of the program tile from a rising tensor: their values rise with the tile.
         ends = {s: op for s, op in loads.items() if s not in self.uniform and kernel.accessed(op)[0].name in rising}
@@ -384,7 +385,9 @@ class _ProgramTiles:
             read = self.of_rows[e]
             index = (*read.src.index[:-1], symbol(self.kernel.program_axis))
             name = f"{str(e).removesuffix('_least')}_count"
-            self.counts.append(CountTiles(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space)))
+            self.counts.append(
+                tile.CountTiles(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space))
+            )
             return symbol(name)
         left = e - self.start
         return None if self.depends(left) else 1 + floordiv(sympy.Max(0, most - left), self.rows)

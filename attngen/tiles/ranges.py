@@ -20,12 +20,13 @@ from itertools import permutations
 
 import sympy
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, size, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.names import INTEGERS
-from attngen.ir.ops import Arg, Dot, Gather, Mask
 from attngen.ir.prove import entails, is_given_up, prove_le
 from attngen.tiles.intervals import MaskContext, Term, exceeds_limits, extremes, last_row, mentions, terms, with_rows
 
@@ -41,7 +42,7 @@ MOST_NODES_IN_ANY_ORDER = 300
 
 def mask_context(kernel: Kernel, body: str) -> MaskContext:
     """Return the context of the masks in a loop body: the meaning of their symbols."""
-    masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
+    masks = list(only(kernel.block(body).ops, tile.Mask))
     axis = kernel.program_axis
     rows, others = set(), set()
     bound_values = {name: value for m in masks for name, value in m.uses}
@@ -58,7 +59,7 @@ def mask_context(kernel: Kernel, body: str) -> MaskContext:
         elif type_.dims:
             rows.add(name)
     facts = tuple(fact for m in masks for fact in m.known)
-    whole = any(op.over == AXIS_DIM[axis] for op in kernel.block(body).ops if isinstance(op, Dot))
+    whole = any(op.over == AXIS_DIM[axis] for op in only(kernel.block(body).ops, tile.Dot))
     return MaskContext(axis, "kv" if axis == "q" else "q", frozenset(rows), frozenset(others), facts, whole)
 
 
@@ -70,7 +71,7 @@ def rows_of(kernel: Kernel) -> frozenset[str]:
     )
 
 
-def gathers_per_query(op: Gather) -> bool:
+def gathers_per_query(op: tile.Gather) -> bool:
     """True if a gather gives each row of a pack-GQA tile the element of its query."""
     of_head, rows = mod(symbol("q_idx"), symbol("queries")), symbol("q_idx") < symbol("Nq")
     *others, last = op.src.index
@@ -80,7 +81,7 @@ def gathers_per_query(op: Gather) -> bool:
 
 def mask_of(kernel: Kernel, body: str) -> Bool:
     """Return the conjunction of the masks in a loop body."""
-    return sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
+    return sympy.And(*(op.where for op in only(kernel.block(body).ops, tile.Mask)))
 
 
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
@@ -119,7 +120,7 @@ def _is_of_data(kernel: Kernel, e: Expr) -> bool:
     ops = [kernel.op(name) for name in names if name in kernel.graph]
     # A name that is neither in the graph nor a size is not known in the kernel.
     return len(ops) == len(names - INTEGERS.keys() | names & kernel.graph.nodes.keys()) and any(
-        not isinstance(op, Arg) or op.name not in INTEGERS for op in ops
+        not isinstance(op, tile.Arg) or op.name not in INTEGERS for op in ops
     )
 
 

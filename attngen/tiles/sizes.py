@@ -8,14 +8,14 @@ from functools import cache, lru_cache
 import sympy
 
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir.core import DTYPE_BYTES, Type
+from attngen.ir import tile
+from attngen.ir.core import DTYPE_BYTES, Type, only
 from attngen.ir.dims import SIDES, SPLIT_DIM, TILED, WHOLE, axis_of, dimension
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.names import CALL_ROWS, WHOLE_LENGTHS
-from attngen.ir.ops import Load
 from attngen.tiles.tiles import evaluate
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
@@ -57,7 +57,7 @@ def tile_bytes(t: Type) -> Expr:
     return known * elements(t)
 
 
-def share_of(op: Load) -> Expr:
+def share_of(op: tile.Load) -> Expr:
     """Return 1 for a loaded tile; 0 for a program's slice of a loaded tile if the slice is the whole tile."""
     if not op.columns_of:
         return sympy.Integer(1)
@@ -107,7 +107,7 @@ def lengths(module: Module, n_q: int, n_kv: int) -> dict[str, int]:
 
 def lies_in_pages(module: Module, kernel: Kernel, config: Config) -> bool:
     """True if each tile of keys that TMA loads by descriptor is in one page of the KV cache."""
-    described = config.tma and any(isinstance(op, Load) and op.via and op.pages for op in kernel.ops())
+    described = config.tma and any(op.via and op.pages for op in only(kernel.ops(), tile.Load))
     return not described or (module.cache is not None and int(module.cache.page) % config.block_kv == 0)
 
 
@@ -120,10 +120,5 @@ def streamed_bytes(module: Module, kernel: Kernel, config: Config) -> int:
 def _streamed(kernel: Kernel) -> Expr:
     bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
     return sympy.Add(
-        *(
-            share_of(op) * tile_bytes(op.type)
-            for body in bodies
-            for op in kernel.block(body).ops
-            if isinstance(op, Load)
-        )
+        *(share_of(op) * tile_bytes(op.type) for body in bodies for op in only(kernel.block(body).ops, tile.Load))
     )

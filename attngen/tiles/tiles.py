@@ -9,10 +9,10 @@ from typing import Any
 import sympy
 from sympy.core.relational import Relational
 
+from attngen.ir import tile
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import BITS, Expr, cdiv, floordiv, mod, symbol
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Loop, Mask
 from attngen.ir.split_axes import head_range, ranges, shared
 from attngen.tiles.intervals import greatest, least
 from attngen.tiles.ranges import rows_of
@@ -21,7 +21,7 @@ NO_BOUND = 2**30
 POSITION = sympy.Symbol("i", integer=True, nonnegative=True)  # index of the program tile
 
 
-def tile_loops(kernel: Kernel) -> list[Loop]:
+def tile_loops(kernel: Kernel) -> list[tile.Loop]:
     """Return the loops over tiles. All of them run the same body."""
     return [loop for loop in kernel.loops if loop.cls != "all"]
 
@@ -33,7 +33,7 @@ def visited(kernel: Kernel, cls: str | None = None) -> Expr:
     return _iterations(kernel, [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)])
 
 
-def _iterations(kernel: Kernel, loops: list[Loop]) -> Expr:
+def _iterations(kernel: Kernel, loops: list[tile.Loop]) -> Expr:
     """Return the number of iterations of loops with one body, in all programs that split them. Loops with equal ranges
     count once: each visits its own list of blocks made from data, and no block is in both lists."""
     return sympy.Add(*(hi - lo for lo, hi in dict.fromkeys(pair for loop in loops for pair in ranges(kernel, loop))))
@@ -125,7 +125,7 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
     """Return values of the mask's run-time scalars, such as lengths, with which they hide nothing."""
     found = dict.fromkeys(("b", "h", "hkv", "g"), 0) | {"group": 1}
     for op in kernel.ops():
-        conditions = (op.where, *(e for fact in op.known for e in fact)) if isinstance(op, Mask) else ()
+        conditions = (op.where, *(e for fact in op.known for e in fact)) if isinstance(op, tile.Mask) else ()
         for s in (s for c in conditions for s in c.free_symbols):
             found.setdefault(str(s), 0)
         for part in (

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from attngen.ir import tile
 from attngen.ir.core import TENSORS, Op
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Load
 from attngen.transforms.base import Pass
 
 
@@ -33,9 +33,9 @@ def _place(kernel: Kernel) -> Kernel:
         if not hasattr(op, "type"):
             return [op]
         space = "reg"
-        if isinstance(op, Arg) and op.role in TENSORS:
+        if isinstance(op, tile.Arg) and op.role in TENSORS:
             space = "hbm"
-        elif isinstance(op, Load) and any(kernel.multiplies(dot, op) for dot in kernel.dots):
+        elif isinstance(op, tile.Load) and any(kernel.multiplies(dot, op) for dot in kernel.dots):
             space = "sram"
         placed: Any = op
         return [replace(placed, type=replace(placed.type, space=space))]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from attngen.ir import tile
 from attngen.ir.core import Checks, Op
 from attngen.ir.dims import AXIS_DIM, PADDED
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Load, Store
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ def padded(op: Op, names: tuple[str, ...]) -> Op:
     changed: Any = op
     if hasattr(op, "over") and changed.over in names:
         changed = replace(changed, over=PADDED[changed.over])
-    if hasattr(op, "type") and not isinstance(op, Arg) or (isinstance(op, Arg) and op.role == "carry"):
+    if hasattr(op, "type") and not isinstance(op, tile.Arg) or (isinstance(op, tile.Arg) and op.role == "carry"):
         dims = tuple(PADDED[d] if d in names else d for d in changed.type.dims)
         changed = replace(changed, type=replace(changed.type, dims=dims))
-    if isinstance(op, (Load, Store)):
-        access = op.dst if isinstance(op, Store) else op.src
+    if isinstance(op, (tile.Load, tile.Store)):
+        access = op.dst if isinstance(op, tile.Store) else op.src
         extra: Checks = tuple((a, "always") for a in access.axes() if AXIS_DIM[a] in names)
         changed = replace(changed, check=(*changed.check, *extra))
     return changed

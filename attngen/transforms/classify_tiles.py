@@ -30,12 +30,12 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.core import Access, Op, Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import select, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Gather, Load, Loop, Map, Reduce
 from attngen.tiles.intervals import GREATEST, greatest, last_row, least
 from attngen.tiles.ranges import gathers_per_query, mask_context, tile_ranges
 from attngen.transforms.base import Pass
@@ -53,7 +53,7 @@ class ClassifyTiles(Pass):
 
 def _classified(kernel: Kernel, rising: set[str]) -> Kernel:
     def change(_: str, op: Op) -> list[Op]:
-        if not isinstance(op, Loop) or op.cls != "unknown":
+        if not isinstance(op, tile.Loop) or op.cls != "unknown":
             return [op]
         tiles = tile_ranges(kernel, op.body)
         used = {str(s) for e in tiles for s in e.free_symbols}
@@ -78,19 +78,19 @@ def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -
             made = which(name)
             if str(made) not in used or str(made) in kernel.graph:
                 continue
-            if name in rising and isinstance(load, Load):
+            if name in rising and isinstance(load, tile.Load):
                 index = tuple(ends[which] if str(e) == own else e for e in load.src.index)
-                yield Load(str(made), Access(load.src.tensor, index), Type("i32"))
-            elif name in rising and isinstance(load, Gather) and gathers_per_query(load):
+                yield tile.Load(str(made), Access(load.src.tensor, index), Type("i32"))
+            elif name in rising and isinstance(load, tile.Gather) and gathers_per_query(load):
                 at = of_all[which]
                 uses = tuple((str(s), str(s)) for s in sorted(at.free_symbols, key=str))
-                yield Gather(str(made), Access(load.src.tensor, (*load.src.index[:-1], at)), uses, Type("i32"))
+                yield tile.Gather(str(made), Access(load.src.tensor, (*load.src.index[:-1], at)), uses, Type("i32"))
             else:
-                rows = Map(
+                rows = tile.Map(
                     f"{made}_rows",
                     select(inside, symbol(name), sympy.Integer(other)),
                     ((name, name),),
                     Type("i32", (AXIS_DIM[own],)),
                 )
                 yield rows
-                yield Reduce(str(made), rows.name, op, AXIS_DIM[own], Type("i32"))
+                yield tile.Reduce(str(made), rows.name, op, AXIS_DIM[own], Type("i32"))

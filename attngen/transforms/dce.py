@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Barrier, GridDependencyWait, Loop, Map, Scatter, Store, Yield
 from attngen.transforms.base import Pass
 
 
@@ -34,13 +34,13 @@ def prune(kernel: Kernel) -> Kernel:
     fields = {loop.body: {f for f, _ in loop.carry if f"{loop.name}.{f}" in live} for loop in kernel.loops}
 
     def change(block: str, op: Op) -> list[Op]:
-        if isinstance(op, Yield):
+        if isinstance(op, tile.Yield):
             return [replace(op, values=tuple(pair for pair in op.values if pair[0] in fields[block]))]
-        if isinstance(op, Loop) and (op.name in names or op.body in kernel.storing):
+        if isinstance(op, tile.Loop) and (op.name in names or op.body in kernel.storing):
             return [replace(op, carry=tuple(pair for pair in op.carry if pair[0] in fields[op.body]))]
         kept = (
-            isinstance(op, (Barrier, Scatter, Store, GridDependencyWait))
-            or (isinstance(op, Arg) and op.role != "carry")
+            isinstance(op, (tile.Barrier, tile.Scatter, tile.Store, tile.GridDependencyWait))
+            or (isinstance(op, tile.Arg) and op.role != "carry")
             or op.name in names
         )
         return [op] if kept else []
@@ -51,7 +51,7 @@ def prune(kernel: Kernel) -> Kernel:
 def _live(kernel: Kernel) -> set[str]:
     """Return the references that the stores depend on; for a loop these are its fields."""
     found: set[str] = set()
-    stores = [op for op in kernel.ops() if isinstance(op, (Scatter, Store))]
+    stores = list(only(kernel.ops(), tile.Scatter, tile.Store))
     todo = [ref for op in stores for ref in (*op.operands(), *kernel.scalars_of(op))]
     for loop in (loop for loop in kernel.loops if loop.body in kernel.storing):
         todo += kernel.scalars_of(loop)
@@ -62,14 +62,16 @@ def _live(kernel: Kernel) -> set[str]:
             continue
         found.add(ref)
         op, field = kernel.op(ref), ref.partition(".")[2]
-        if isinstance(op, Loop):  # the field's initial value, the value that the body yields, and the body's argument
-            (last,) = (o for o in kernel.block(op.body).ops if isinstance(o, Yield))
+        if isinstance(
+            op, tile.Loop
+        ):  # the field's initial value, the value that the body yields, and the body's argument
+            (last,) = only(kernel.block(op.body).ops, tile.Yield)
             todo += [dict(op.carry)[field], dict(last.values)[field], field]
             todo += [op.listed] if op.listed else []
-        elif isinstance(op, Arg) and op.role == "carry":  # an iteration reads what the one before it yields
+        elif isinstance(op, tile.Arg) and op.role == "carry":  # an iteration reads what the one before it yields
             body = kernel.graph.nodes[op.name]["block"]
             todo += [f"{loop.name}.{op.name}" for loop in kernel.loops if loop.body == body]
         else:
             todo += op.operands()
-        todo += kernel.scalars_of(op) if not isinstance(op, Map) else []  # a map reads only operands
+        todo += kernel.scalars_of(op) if not isinstance(op, tile.Map) else []  # a map reads only operands
     return found

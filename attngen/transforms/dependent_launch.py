@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir import tile
 from attngen.ir.core import Op
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import GridDependencyWait, Loop
 from attngen.transforms.base import Pass
 
 
@@ -44,6 +44,10 @@ def _waiting(kernel: Kernel) -> Kernel:
     """Return the kernel with a grid dependency wait before its loop over the splits, which other programs store."""
 
     def change(block: str, op: Op) -> list[Op]:
-        return [GridDependencyWait("_wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]
+        return (
+            [tile.GridDependencyWait("_wait_for_partials"), op]
+            if isinstance(op, tile.Loop) and block == "entry"
+            else [op]
+        )
 
     return kernel.rewrite(change)

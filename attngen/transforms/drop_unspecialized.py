@@ -24,11 +24,11 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.expr import symbol
 from attngen.ir.host import Host, If, Launch
 from attngen.ir.module import Module
-from attngen.ir.ops import Map
 from attngen.transforms.base import Pass
 
 
@@ -71,13 +71,13 @@ def _without(host: Host, gone: set[str]) -> Host:
     dropped = launching | inside | {op.orelse for op in taken}
     decides = {
         symbol(o.name): sympy.Integer(0)
-        for o in host.ops()
-        if isinstance(o, Map) and any(o.name in op.symbols for op in taken)
+        for o in only(host.ops(), tile.Map)
+        if any(o.name in op.symbols for op in taken)
     }
     instead |= {str(name): () for name in decides}
 
     def known(op: Op) -> Op:
-        return replace(op, expr=op.expr.xreplace(decides)) if isinstance(op, Map) else op
+        return replace(op, expr=op.expr.xreplace(decides)) if isinstance(op, tile.Map) else op
 
     blocks = (
         replace(b, ops=tuple(known(o) for op in b.ops for o in instead.get(op.name, (op,))))

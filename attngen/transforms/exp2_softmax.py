@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.core import Access, Fact, Op
 from attngen.ir.expr import TO_INTEGER, exp2, log, log2, sigmoid, symbol
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.host import SumDistances
 from attngen.ir.module import Module
-from attngen.ir.ops import Gather, Map, Mask, Scatter
 from attngen.transforms.base import Pass
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
@@ -33,14 +33,14 @@ class Exp2Softmax(Pass):
 
     def run(self, module: Module) -> Module:
         def change(_: str, op: Op) -> list[Op]:
-            if isinstance(op, Mask):
+            if isinstance(op, tile.Mask):
                 known = tuple(Fact(*map(in_base_two, fact)) for fact in op.known)
                 return [replace(op, where=in_base_two(op.where), known=known)]
-            if isinstance(op, Gather):
+            if isinstance(op, tile.Gather):
                 return [replace(op, src=_places(op.src), where=in_base_two(op.where))]
-            if isinstance(op, Scatter):
+            if isinstance(op, tile.Scatter):
                 return [replace(op, dst=_places(op.dst), where=in_base_two(op.where))]
-            return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, Map) else [op]
+            return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, tile.Map) else [op]
 
         gradients = tuple(replace(x, index=tuple(map(_on_the_host, x.index))) for x in module.input_gradients)
         hosts = tuple(host.rewrite(_sums) for host in module.hosts)

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import sympy
 from sympy.logic.boolalg import Boolean
 
+from attngen.ir import tile
 from attngen.ir.core import Op, Type
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Loop, Map
 from attngen.transforms.base import Pass
 
 CONSTANTS = {"LOG2E", "LN2"}
@@ -44,7 +44,7 @@ class _Hoisting:
 
     def kernel(self) -> Kernel:
         def change(block: str, op: Op) -> list[Op]:
-            if not isinstance(op, Map) or block not in self.homes or not op.type.dims:
+            if not isinstance(op, tile.Map) or block not in self.homes or not op.type.dims:
                 return [op]
             expr = self._hoisted(op.expr, op, block)
             names = {str(s) for s in expr.free_symbols}
@@ -54,18 +54,18 @@ class _Hoisting:
         changed = self.source.rewrite(change)
 
         def put(block: str, op: Op) -> Iterator[Op]:
-            if isinstance(op, Loop):
+            if isinstance(op, tile.Loop):
                 yield from (m for home, m in self._maps() if home == block)
             yield op
 
         return changed.rewrite(put) if self.made else self.source
 
-    def _maps(self) -> Iterator[tuple[str, Map]]:
+    def _maps(self) -> Iterator[tuple[str, tile.Map]]:
         for (home, e), name in self.made.items():
             uses = tuple((str(s), str(s)) for s in sorted(e.free_symbols, key=str) if str(s) in self.source.graph)
-            yield home, Map(name, e, uses, Type("f32"))
+            yield home, tile.Map(name, e, uses, Type("f32"))
 
-    def _hoisted(self, e: Any, op: Map, block: str) -> Any:
+    def _hoisted(self, e: Any, op: tile.Map, block: str) -> Any:
         if not e.args or isinstance(e, Boolean):
             return e
         if e.is_Add or e.is_Mul:
@@ -82,14 +82,14 @@ class _Hoisting:
             return e.func(*scalars, *rest)
         return e.func(*(self._hoisted(a, op, block) for a in e.args))
 
-    def _is_integer(self, e: Any, op: Map) -> bool:
+    def _is_integer(self, e: Any, op: tile.Map) -> bool:
         refs = {s: dict(op.uses).get(str(s), str(s)) for s in e.free_symbols if not s.is_integer}
         of_integers = [
             s for s, r in refs.items() if r.split(".")[0] in self.source.graph and self.source.type_of(r).dtype == "i32"
         ]
         return e.xreplace({s: sympy.Symbol(str(s), integer=True) for s in of_integers}).is_integer is True
 
-    def _home(self, e: Any, op: Map, block: str) -> str | None:
+    def _home(self, e: Any, op: tile.Map, block: str) -> str | None:
         """Return the outermost block that can compute the expression; None if it reads more than scalars, or if no
         outer block can."""
         names = {str(s) for s in e.free_symbols} - CONSTANTS
@@ -106,7 +106,7 @@ class _Hoisting:
             home = outer
         return home if home != block else None
 
-    def _named(self, e: Expr, word: str, op: Map, block: str) -> Expr:
+    def _named(self, e: Expr, word: str, op: tile.Map, block: str) -> Expr:
         key = (self._home(e, op, block) or "entry", e)
         if key not in self.made:
             stem = f"{op.name}_{word}"

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Map, Mask, SoftmaxStep
 from attngen.transforms.base import Pass
 
 
@@ -34,12 +34,12 @@ class InlineScores(Pass):
 
 def _inline(kernel: Kernel) -> Kernel:
     for op in list(kernel.ops()):
-        if isinstance(op, Map) and op.score:
+        if isinstance(op, tile.Map) and op.score:
             kernel = _fold(kernel, op) if _scaling(kernel, op) else _keep(kernel, op)
     return kernel
 
 
-def _scaling(kernel: Kernel, op: Map) -> tuple[str, str] | None:
+def _scaling(kernel: Kernel, op: tile.Map) -> tuple[str, str] | None:
     """Return (score value, scale value) if the modifier is their product and the scale is a scalar; else None."""
     if len(op.uses) != 2 or op.expr != symbol(op.uses[0][0]) * symbol(op.uses[1][0]):
         return None
@@ -48,27 +48,27 @@ def _scaling(kernel: Kernel, op: Map) -> tuple[str, str] | None:
     return (tiles[0], scalars[0]) if len(scalars) == len(tiles) == 1 else None
 
 
-def _keep(kernel: Kernel, op: Map) -> Kernel:
+def _keep(kernel: Kernel, op: tile.Map) -> Kernel:
     return kernel.rewrite(lambda _, o: [replace(op, score=False) if o is op else o])
 
 
-def _fold(kernel: Kernel, score: Map) -> Kernel:
+def _fold(kernel: Kernel, score: tile.Map) -> Kernel:
     raw, scale = _scaling(kernel, score) or ("", "")
     scaled = {score.name}  # values that are now in units of raw scores
     for op in kernel.ops():
-        if isinstance(op, Mask) and op.value in scaled:
+        if isinstance(op, tile.Mask) and op.value in scaled:
             scaled.add(op.name)
-    folded = [o for o in kernel.ops() if isinstance(o, SoftmaxStep) and o.s in scaled]
+    folded = [o for o in only(kernel.ops(), tile.SoftmaxStep) if o.s in scaled]
     steps = {o.name for o in folded}
     maxima = {f"{o.name}.{f}" for o in kernel.loops for f, _ in o.carry if steps and f == "m"}
     maxima |= {ref for o in folded for ref in (o.m, f"{o.name}.m")}
 
     def change(_: str, op: Op) -> list[Op]:
-        if isinstance(op, Mask) and op.value == score.name:
+        if isinstance(op, tile.Mask) and op.value == score.name:
             return [replace(op, value=raw)]
-        if isinstance(op, SoftmaxStep) and op.name in steps:
+        if isinstance(op, tile.SoftmaxStep) and op.name in steps:
             return [replace(op.with_operands({score.name: raw}), scale=scale)]
-        if isinstance(op, Map) and op is not score:
+        if isinstance(op, tile.Map) and op is not score:
             used = [s for s, ref in op.uses if ref in scaled | maxima]
             if used:
                 factor = scale.split(".")[0]

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from attngen.ir import tile
 from attngen.ir.core import Op
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Barrier, Loop
 from attngen.transforms.base import Pass
 
 
@@ -34,6 +34,6 @@ def _place(kernel: Kernel) -> Kernel:
     rewriting = kernel.rewriting
 
     def change(_: str, op: Op) -> list[Op]:
-        return [Barrier(f"_barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]
+        return [tile.Barrier(f"_barrier_{op.name}"), op] if isinstance(op, tile.Loop) and op.body in rewriting else [op]
 
     return kernel.rewrite(change) if rewriting else kernel

@@ -19,11 +19,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Op, Type, only
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Barrier, Load, Loop, Map
 from attngen.tiles.ranges import needed_rows
 from attngen.transforms.base import Pass
 
@@ -53,7 +53,7 @@ def _limited(kernel: Kernel) -> Kernel:
     def change(block: str, op: Op) -> Iterable[Op]:
         if op.name in made:
             return [*made[op.name], op]
-        if isinstance(op, Load) and block in ranges and limitable(kernel, op):
+        if isinstance(op, tile.Load) and block in ranges and limitable(kernel, op):
             (first, _), (end, _) = ranges[block]
             return [replace(op, needed=((first, end),))]
         return [op]
@@ -63,30 +63,28 @@ def _limited(kernel: Kernel) -> Kernel:
 
 def _first(kernel: Kernel, body: str) -> str:
     """Return the first loop over a body, or the barrier right before it: the loop's scalars are inserted before it."""
-    ops = next(
-        block.ops for block in kernel.blocks if any(isinstance(op, Loop) and op.body == body for op in block.ops)
-    )
-    at = next(i for i, op in enumerate(ops) if isinstance(op, Loop) and op.body == body)
-    return ops[at - 1].name if at and isinstance(ops[at - 1], Barrier) else ops[at].name
+    ops = next(block.ops for block in kernel.blocks if any(op.body == body for op in only(block.ops, tile.Loop)))
+    at = next(i for i, op in enumerate(ops) if isinstance(op, tile.Loop) and op.body == body)
+    return ops[at - 1].name if at and isinstance(ops[at - 1], tile.Barrier) else ops[at].name
 
 
-def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, Map | None]:
+def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, tile.Map | None]:
     """Return an end of the range as a symbol, and the op that defines it unless it is already a symbol or constant."""
     if e.is_Symbol or e.is_Integer:
         return e, None
     uses = tuple(
         (name, name)
         for name in sorted(map(str, e.free_symbols))
-        if name in kernel.graph and not isinstance(kernel.op(name), Arg)
+        if name in kernel.graph and not isinstance(kernel.op(name), tile.Arg)
     )
-    made = Map(f"{axis}_needed_{word}", e, uses, Type("i32", (), "reg"))
+    made = tile.Map(f"{axis}_needed_{word}", e, uses, Type("i32", (), "reg"))
     return symbol(made.name), made
 
 
 def limitable(kernel: Kernel, op: Op) -> bool:
     """True if a load reads matrix operands along the loop's axis with a bounds check there."""
     return (
-        isinstance(op, Load)
+        isinstance(op, tile.Load)
         and kernel.loop_axis in dict(op.check)
         and op.type.dtype not in ("b1", "i32")
         and kernel.accessed(op)[0].name not in kernel.stored

@@ -23,12 +23,12 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Gather, Load, Mask, SoftmaxStep
 from attngen.tiles.intervals import exceeds_limits, implies, linear_parts, mentions
 from attngen.tiles.ranges import mask_context, mask_of
 from attngen.transforms.base import Pass
@@ -49,7 +49,7 @@ def _simplify(kernel: Kernel) -> Kernel:
     types = {op.name: t for op in kernel.ops() if (t := op.results().get(""))}
     reals = frozenset(name for name, t in types.items() if t.dtype == "f32")
     moving = frozenset(name for name, t in types.items() if AXIS_DIM[loop] in t.dims)
-    loaded = frozenset(op.name for op in kernel.ops() if isinstance(op, (Gather, Load)))
+    loaded = frozenset(op.name for op in only(kernel.ops(), tile.Gather, tile.Load))
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
     too_long = {x.body for x in kernel.loops if exceeds_limits(mask_of(kernel, x.body), mask_context(kernel, x.body))}
     unmasked: dict[str, str] = {}  # a mask that is always true -> its value, which later ops read instead
@@ -57,7 +57,7 @@ def _simplify(kernel: Kernel) -> Kernel:
     def change(block: str, op: Op) -> list[Op]:
         op = op.with_operands(unmasked) if unmasked else op
         always = block != "entry" and block not in with_full
-        if isinstance(op, Mask):
+        if isinstance(op, tile.Mask):
             where = (
                 simplify_condition(op.where, own, loop, reals, loaded, moving) if block not in too_long else op.where
             )
@@ -67,9 +67,9 @@ def _simplify(kernel: Kernel) -> Kernel:
             used = {str(s) for s in where.free_symbols}
             uses = tuple(u for u in op.uses if u[0] in used)
             return [replace(op, where=where, uses=uses, when="always" if always else op.when)]
-        if isinstance(op, Load) and always:
+        if isinstance(op, tile.Load) and always:
             return [replace(op, check=tuple((axis, "always") for axis, _ in op.check))]
-        if isinstance(op, SoftmaxStep) and always:
+        if isinstance(op, tile.SoftmaxStep) and always:
             return [replace(op, guard="always")]
         return [op]
 

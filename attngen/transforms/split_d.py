@@ -36,13 +36,13 @@ from typing import Any, ClassVar
 import sympy
 
 from attngen.heuristics import WIDEST_ACC
-from attngen.ir.core import Access, Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Access, Op, Type, only
 from attngen.ir.dims import COLUMN_DIM, SPLIT_DIM, WHOLE
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.grid import GridAxis
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Dot, Init, Load, Map, Scatter, Store
 from attngen.tiles.sizes import tile_width
 from attngen.transforms.base import Pass
 
@@ -58,7 +58,7 @@ class SplitD(Pass):
 
 def _shared(module: Module, kernel: Kernel) -> Kernel:
     """Return the kernel with a grid axis over head_dim if it has one width of accumulators and this is too wide."""
-    sums = {op.type.dims[1] for op in kernel.ops() if isinstance(op, Init) and len(op.type.dims) == 2}
+    sums = {op.type.dims[1] for op in only(kernel.ops(), tile.Init) if len(op.type.dims) == 2}
     wide = [own for own, whole in WHOLE.items() if whole in sums and tile_width(module.widths[whole]) > WIDEST_ACC]
     if (
         len(sums) != 1
@@ -92,9 +92,9 @@ class _HeadDimSplit:
     def _elementwise_loads(self) -> Iterator[str]:
         """Yield loaded tiles that a map combines elementwise with an accumulator, such as the output in forward
         mode."""
-        loaded = {op.name for op in self.kernel.ops() if isinstance(op, Load) and self.whole in op.type.dims}
+        loaded = {op.name for op in only(self.kernel.ops(), tile.Load) if self.whole in op.type.dims}
         for op in self.kernel.ops():
-            used = {ref for _, ref in op.uses} if isinstance(op, Map) and self.whole in op.type.dims else set()
+            used = {ref for _, ref in op.uses} if isinstance(op, tile.Map) and self.whole in op.type.dims else set()
             if used - loaded and any(self.whole in self.kernel.type_of(ref).dims for ref in used - loaded):
                 yield from used & loaded
 
@@ -107,21 +107,21 @@ class _HeadDimSplit:
 
     def _change(self, op: Op) -> list[Op]:
         changed: Any = op
-        if isinstance(op, Load) and op.name in self.loaded:
+        if isinstance(op, tile.Load) and op.name in self.loaded:
             part = self._access(replace(op, type=self._type(op.type)))
             return [op, replace(part, name=f"{op.name}_own", columns_of=op.name)] if op.name in self.both else [part]
-        if isinstance(op, Store):
+        if isinstance(op, tile.Store):
             return [
                 self._access(op)
                 if self.whole in self.kernel.type_of(op.value).dims
                 else replace(op, first_along=self.axis)
             ]
-        if isinstance(op, Scatter):
+        if isinstance(op, tile.Scatter):
             return [replace(op, where=sympy.And(op.where, symbol(f"{self.axis}_start") < 1))]
-        of_tensor = isinstance(op, Load) or (isinstance(op, Arg) and op.role != "carry")
+        of_tensor = isinstance(op, tile.Load) or (isinstance(op, tile.Arg) and op.role != "carry")
         if hasattr(op, "type") and not of_tensor:
             changed = replace(changed, type=self._type(changed.type))
-        if isinstance(op, Dot) and op.b in self.both and self.whole in op.type.dims:
+        if isinstance(op, tile.Dot) and op.b in self.both and self.whole in op.type.dims:
             changed = replace(changed, b=f"{op.b}_own")
         return [changed]
 
@@ -130,7 +130,7 @@ class _HeadDimSplit:
 
     def _access(self, op: Any) -> Any:
         """Return the access to the program's slice, with a bounds check if the slice may pass the end of head_dim."""
-        field = "dst" if isinstance(op, Store) else "src"
+        field = "dst" if isinstance(op, tile.Store) else "src"
         at: Access = getattr(op, field)
         index = tuple(symbol(self.axis) if e == symbol(self.letter) else e for e in at.index)
         check = (*op.check, (self.axis, "always")) if self.uneven else op.check

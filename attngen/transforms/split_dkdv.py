@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.heuristics import WIDEST
+from attngen.ir import tile
 from attngen.ir.core import Op
 from attngen.ir.host import Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Store
 from attngen.tiles.sizes import tile_width
 from attngen.transforms.base import Pass
 from attngen.transforms.dce import prune
@@ -74,7 +74,7 @@ def _launch_each(op: Op, both: set[str]) -> list[Op]:
 def _only(kernel: Kernel, out: str) -> Kernel:
     """Return the kernel with one output and only the ops that it needs. Block lists, which no op reads yet, stay as
     arguments."""
-    one = prune(kernel.rewrite(lambda _, op: [] if isinstance(op, Store) and op.dst.tensor != out else [op]))
+    one = prune(kernel.rewrite(lambda _, op: [] if isinstance(op, tile.Store) and op.dst.tensor != out else [op]))
     unread = {
         a.name
         for a in kernel.args

@@ -29,11 +29,11 @@ from typing import ClassVar
 import sympy
 
 from attngen.heuristics import UNIT
-from attngen.ir.core import Access, Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Access, Op, Type, only
 from attngen.ir.expr import Expr, flattened, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Gather, Load, Loop, Map
 from attngen.tiles.tiles import visited
 from attngen.transforms.base import Pass
 
@@ -65,7 +65,7 @@ def _with_named_bounds(kernel: Kernel) -> Kernel:
     """Return the kernel with the bounds of each split of a range as named scalars."""
 
     def change(_: str, op: Op) -> list[Op]:
-        if not isinstance(op, Loop) or op.cls == "all":
+        if not isinstance(op, tile.Loop) or op.cls == "all":
             return [op]
         bounds: list[Op] = []
         ranges = []
@@ -75,16 +75,16 @@ def _with_named_bounds(kernel: Kernel) -> Kernel:
                 uses = tuple(
                     (s, s)
                     for s in sorted(map(str, e.free_symbols))
-                    if s in kernel.graph and not isinstance(kernel.op(s), Arg)
+                    if s in kernel.graph and not isinstance(kernel.op(s), tile.Arg)
                 )
-                bounds.append(Map(name, e, uses, Type("i32")))
+                bounds.append(tile.Map(name, e, uses, Type("i32")))
             ranges.append((symbol(names[0]), symbol(names[1])))
         return [*bounds, replace(op, ranges=tuple(ranges))]
 
     return kernel.rewrite(change)
 
 
-def _integer_args(kernel: Kernel) -> dict[str, Arg]:
+def _integer_args(kernel: Kernel) -> dict[str, tile.Arg]:
     """Return the kernel's scalar i32 arguments, which are the same for all sequences."""
     return {arg.name: arg for arg in kernel.args if arg.role == "scalar" and arg.type.dtype == "i32"}
 
@@ -93,8 +93,8 @@ def _sequence_integers(kernel: Kernel) -> dict[str, Access]:
     """Return the kernel's i32 scalars that are loaded from tensors with one element per sequence."""
     whole = [
         op
-        for op in kernel.block("entry").ops
-        if isinstance(op, (Gather, Load)) and (op.type.dtype, op.type.dims) == ("i32", ())
+        for op in only(kernel.block("entry").ops, tile.Gather, tile.Load)
+        if (op.type.dtype, op.type.dims) == ("i32", ())
     ]
     places = {op.name: op.src for op in whole if op.src.index[0] == symbol("b")}
     known = {symbol(name) for name in ("b", *_integer_args(kernel))}
@@ -107,7 +107,7 @@ def _work(kernel: Kernel) -> Expr:
     return flattened(visited(kernel).xreplace({symbol(name): e for name, e in sizes.items()}))
 
 
-def _with_args(kernel: Kernel, needed: list[Arg]) -> Kernel:
+def _with_args(kernel: Kernel, needed: list[tile.Arg]) -> Kernel:
     """Return the kernel with these tensors and numbers as arguments: tensors after its other inputs, numbers at the
     end."""
     have = {arg.name for arg in kernel.args}

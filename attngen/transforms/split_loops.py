@@ -37,11 +37,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Op, Type, only
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Loop, Map, OrderedAdd
 from attngen.ir.split_axes import part, shared
 from attngen.tiles.order import ends_jump, last_first_order, order_ops, position_of
 from attngen.transforms.base import Pass
@@ -62,7 +62,7 @@ class SplitLoops(Pass):
 
 def _with_order(module: Module, kernel: Kernel) -> Kernel:
     """Return the kernel with the order of its programs' accumulation, derived from the ranges of its loops."""
-    add = next((op for op in kernel.ops() if isinstance(op, OrderedAdd)), None)
+    add = next(only(kernel.ops(), tile.OrderedAdd), None)
     if add is None:
         return kernel
     order, before, by_tile = last_first_order(module, kernel), order_ops(kernel, add), ends_jump(module, kernel)
@@ -71,13 +71,13 @@ def _with_order(module: Module, kernel: Kernel) -> Kernel:
     def change(_: str, op: Op) -> list[Op]:
         if op is add:
             return [*makers, replace(add, order=expr)]
-        return [] if op in before else [replace(op, by_tile=by_tile) if isinstance(op, Loop) and op.heads else op]
+        return [] if op in before else [replace(op, by_tile=by_tile) if isinstance(op, tile.Loop) and op.heads else op]
 
     return kernel.rewrite(change)
 
 
 def _lacks_order(kernel: Kernel) -> bool:
-    return any(isinstance(op, OrderedAdd) and op.order is None for op in kernel.ops())
+    return any(op.order is None for op in only(kernel.ops(), tile.OrderedAdd))
 
 
 def _split(kernel: Kernel) -> Kernel:
@@ -85,7 +85,7 @@ def _split(kernel: Kernel) -> Kernel:
 
     def change(_: str, op: Op) -> Iterable[Op]:
         op = op.with_operands(renamed)
-        if not isinstance(op, Loop) or not op.tiles:
+        if not isinstance(op, tile.Loop) or not op.tiles:
             return [op]
         bounds, ends = _name_bounds(kernel, op)
         loops: list[Op] = [*bounds]
@@ -113,11 +113,11 @@ def _split(kernel: Kernel) -> Kernel:
     return kernel.rewrite(change)
 
 
-def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
+def _name_bounds(kernel: Kernel, loop: tile.Loop) -> tuple[list[tile.Map], list[Expr]]:
     """Return the bounds as named scalars, each in terms of earlier ones, and their names (or constants) in the loop's
     order."""
     names: dict[Expr, Expr] = {}
-    bounds: list[Map] = []
+    bounds: list[tile.Map] = []
     for i in range(0, len(loop.tiles), 4):
         start, full_start, full_end, end = loop.tiles[i : i + 4]
         for e, word in ((end, "end"), (start, "first"), (full_start, "full_first"), (full_end, "full_end")):
@@ -127,11 +127,11 @@ def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
             uses = tuple(
                 (str(s), str(s)) for s in sorted(short.free_symbols, key=str) if _is_value(kernel, str(s), bounds)
             )
-            bounds.append(Map(f"{loop.var}_{word}{f'_{i // 4 + 1}' if i else ''}", short, uses, Type("i32")))
+            bounds.append(tile.Map(f"{loop.var}_{word}{f'_{i // 4 + 1}' if i else ''}", short, uses, Type("i32")))
             names[e] = symbol(bounds[-1].name)
     return bounds, [names.get(e, e) for e in loop.tiles]
 
 
-def _is_value(kernel: Kernel, name: str, bounds: list[Map]) -> bool:
+def _is_value(kernel: Kernel, name: str, bounds: list[tile.Map]) -> bool:
     """True if a symbol is an op's result and not a size, a tile size or a position."""
-    return name in {b.name for b in bounds} or (name in kernel.graph and not isinstance(kernel.op(name), Arg))
+    return name in {b.name for b in bounds} or (name in kernel.graph and not isinstance(kernel.op(name), tile.Arg))

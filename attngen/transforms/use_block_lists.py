@@ -28,13 +28,13 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
-from attngen.ir.core import Access, Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Access, Op, Type, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, first_row
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
 from attngen.ir.names import block_lists
-from attngen.ir.ops import Base, ListPosition, Load, Loop, Map, Reduce
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import with_rows
 from attngen.tiles.ranges import rows_of
@@ -60,13 +60,13 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
     renamed: dict[str, str] = {}
 
     def change(_: str, op: Op) -> list[Op]:
-        if not isinstance(op, Loop) or op.cls == "all":
+        if not isinstance(op, tile.Loop) or op.cls == "all":
             return [op.with_operands(renamed)]
         new: list[Op] = []
         if not made:
             row = symbol(first_row(own, kernel.places))
             index = (symbol("b"), _head(kernel), floordiv(row, sympy.Integer(blocks.size)))
-            new += [Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (*ranks, listed)]
+            new += [tile.Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (*ranks, listed)]
             made.add(f"{listed}_row")
         loops = [op]
         if blocks.data:
@@ -89,7 +89,7 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
     return kernel.rewrite(change)
 
 
-def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
+def _by_class(kernel: Kernel, group: list[tile.Loop]) -> list[tile.Loop]:
     """Return one full and one partial loop that replace all loops over one body. Each runs over the union of their
     ranges."""
 
@@ -122,7 +122,7 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
 def _is_reduced(kernel: Kernel, e: Expr) -> bool:
     """True if a bound is reduced from one number per row of a tile."""
     used = {str(s) for s in e.free_symbols} & set(kernel.graph)
-    return any(isinstance(kernel.op(name), Reduce) for one in used for name in nx.ancestors(kernel.graph, one))
+    return any(isinstance(kernel.op(name), tile.Reduce) for one in used for name in nx.ancestors(kernel.graph, one))
 
 
 def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: list[Op]) -> Expr:
@@ -131,15 +131,15 @@ def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: li
         tiles = f"{var}_all"
         if tiles not in made:
             made.add(tiles)
-            new.append(Map(tiles, e, (), Type("i32")))
+            new.append(tile.Map(tiles, e, (), Type("i32")))
         e = symbol(tiles)
     name = f"{f'{var}_{e}' if e.is_Integer else e}{suffix}"
     if name not in made:
         made.add(name)
-        new.append(ListPosition(name, f"{rank}_row", e, Type("i32")))
+        new.append(tile.ListPosition(name, f"{rank}_row", e, Type("i32")))
     return symbol(name)
 
 
 def _head(kernel: Kernel) -> Expr:
     """Return the query head that indexes the lists: the one of the loaded queries."""
-    return next(op.src.index[1] for op in kernel.ops() if isinstance(op, Load) and op.src.tensor == "Q")
+    return next(op.src.index[1] for op in only(kernel.ops(), tile.Load) if op.src.tensor == "Q")

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from attngen.ir import pipe, tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, SIDES
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Gather, Load
-from attngen.ir.pipe import ConsumerWait, ProducerLoad, Wgmma, ZeroOutOfBounds
 
 
 def of_all_columns(index: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -25,16 +25,16 @@ def places(tensor: str, index: tuple[Any, ...], in_halves: bool) -> Iterator[tup
     yield from ((tensor, half) for half in halves) if in_halves and index != halves[0] else [(tensor, index)]
 
 
-def page_of(kernel: Kernel, op: ProducerLoad | Load) -> Any:
+def page_of(kernel: Kernel, op: pipe.ProducerLoad | tile.Load) -> Any:
     """The tensor, index and condition of the read of a tile's page number, for the tile's first row; None if the cache
     is not paged."""
-    ref = op.page if isinstance(op, ProducerLoad) else op.pages
+    ref = op.page if isinstance(op, pipe.ProducerLoad) else op.pages
     if ref is None:
         return None
     page, of_row = kernel.op(ref), {symbol("kv_idx"): symbol("kv_start")}
     return (
         (page.src.tensor, tuple(e.xreplace(of_row) for e in page.src.index), page.where.xreplace(of_row))
-        if isinstance(page, Gather)
+        if isinstance(page, tile.Gather)
         else ref
     )
 
@@ -44,17 +44,17 @@ def zero_out_of_bounds(module: Module, kernel: Kernel) -> Iterator[str]:
     they may hold NaN. The warp group that zeroes rows of a pipeline's tiles does so for all tiles that it reads."""
     if not kernel.reads_cache:
         return
-    zeroing = [op for op in kernel.ops() if isinstance(op, ZeroOutOfBounds)]
+    zeroing = list(only(kernel.ops(), pipe.ZeroOutOfBounds))
     zeroed = {wait.pipeline: op for op in zeroing if (wait := kernel.wait_of(op.value))}
     for warp_group in kernel.warp_groups:
         ops = list(kernel.within(warp_group.name))
         mine = {wait.pipeline for op in zeroing if op in ops and (wait := kernel.wait_of(op.value))}
-        for tile in (op for op in ops if isinstance(op, ConsumerWait) and op.pipeline in mine):
-            if tile.name not in {op.value for op in zeroing}:
-                yield f"@{warp_group.name} zeroes rows of tiles of %{tile.pipeline}, and not those of %{tile.name}"
+        for wait in (op for op in only(ops, pipe.ConsumerWait) if op.pipeline in mine):
+            if wait.name not in {op.value for op in zeroing}:
+                yield f"@{warp_group.name} zeroes rows of tiles of %{wait.pipeline}, and not those of %{wait.name}"
     for op in kernel.ops():
-        wait = kernel.wait_of(op.b) if isinstance(op, Wgmma) else None
-        if not isinstance(op, Wgmma) or wait is None or op.over != AXIS_DIM[kernel.loop_axis]:
+        wait = kernel.wait_of(op.b) if isinstance(op, pipe.Wgmma) else None
+        if not isinstance(op, pipe.Wgmma) or wait is None or op.over != AXIS_DIM[kernel.loop_axis]:
             continue
         zero = zeroed.get(wait.pipeline)
         product = f"%{op.name} multiplies weights by a tile of %{wait.pipeline}"

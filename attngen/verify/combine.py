@@ -9,6 +9,8 @@ from collections.abc import Iterator, Set
 
 import sympy
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol
@@ -16,7 +18,6 @@ from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import LSE_PARTIALS, SUM_PARTIALS
-from attngen.ir.ops import Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.ir.split_kv import combined_work_items, work_item
 from attngen.verify.algebra import LN2, LOG2E, equal
 from attngen.verify.values import Header, Values, scale_of
@@ -34,7 +35,7 @@ def combine(module: Module, kernel: Kernel) -> Iterator[str]:
     by 2 ** LSE. Or it stores the two parts of the LSE, the maximum to base 2 and the sum; splits are then weighted by
     sum * 2 ** maximum.
     """
-    stored = {kernel.accessed(op)[0].name: op for op in kernel.ops() if isinstance(op, Store)}
+    stored = {kernel.accessed(op)[0].name: op for op in only(kernel.ops(), tile.Store)}
     if kernel.kv_split is None or not kernel.loops:
         return
     values, last = Values(kernel), kernel.loops[-1]
@@ -54,7 +55,7 @@ def _statistics(names: Set[str]) -> tuple[str, ...] | None:
 
 
 def _partial_results(
-    module: Module, kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]
+    module: Module, kernel: Kernel, values: Values, last: tile.Loop, stored: dict[str, tile.Store]
 ) -> Iterator[str]:
     """LSE2_PARTIAL is scale * m + log2(l), or M_PARTIAL is scale * m and L_PARTIAL is l. The output is the weighted
     sum of values over l."""
@@ -63,7 +64,7 @@ def _partial_results(
             at, number = to_text(index), to_text(work_item())
             yield f"%{op.value} is stored in %{name} at `{at}`; expected {number}, the number of the split"
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
-    steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
+    steps = list(only(kernel.ops(), tile.SoftmaxStep))
     scale = values.of(steps[0].scale) if steps and steps[0].scale else ONE
     by = _statistics(stored.keys() - {"O_PARTIAL"})
     if by is None:
@@ -79,22 +80,20 @@ def _partial_results(
     factor = sympy.Rational(1, 1 << ELEMENTS[module.dtypes[0]].weights)
     if module.cache and module.cache.scale == "head":
         factor *= next(
-            scale_of(kernel, values, op)
-            for op in kernel.ops()
-            if isinstance(op, Load) and kernel.accessed(op)[0].name == "V"
+            scale_of(kernel, values, op) for op in only(kernel.ops(), tile.Load) if kernel.accessed(op)[0].name == "V"
         )
     yield from _normalised(values, last, stored["O_PARTIAL"].value, select(l > 0, 1 / l, 0), factor)
     yield from _sums(kernel, values, last, steps[0])
 
 
-def _combine_step(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
+def _combine_step(kernel: Kernel, values: Values, loop: tile.Loop) -> Iterator[str]:
     """Each iteration takes the maximum with some splits, and adds them to the sums, which are rescaled to that."""
     last = kernel.block(loop.body).ops[-1]
-    given = dict(last.values) if isinstance(last, Yield) else {}
+    given = dict(last.values) if isinstance(last, tile.Yield) else {}
     if not dict(loop.carry).keys() == given.keys() == {"m", "l", "acc"}:
         yield f"%{loop.name} carries {', '.join(dict(loop.carry))}; expected m, l and acc"
         return
-    found = [op for op in kernel.block(loop.body).ops if isinstance(op, Load)]
+    found = list(only(kernel.block(loop.body).ops, tile.Load))
     loads = {kernel.accessed(op)[0].name: op for op in found}
     once = len(found) == len(loads) and all(_items(kernel, op) == combined_work_items() for op in found)
     all_splits = ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT["KV_splits"]), symbol(SPLITS))),)
@@ -116,9 +115,7 @@ def _combine_step(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
 
     def over_splits(how: str, of: Expr) -> Expr:
         """The value of the op that reduces this expression over the splits of an iteration."""
-        made = [
-            op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == (how, SPLITS)
-        ]
+        made = [op for op in only(kernel.block(loop.body).ops, tile.Reduce) if (op.op, op.over) == (how, SPLITS)]
         return next((values.of(op.name) for op in made if equal(values.of(op.value), of)), symbol(f"{how}_of_splits"))
 
     greatest = sympy.Max(m, over_splits("max", exponent))
@@ -137,7 +134,7 @@ def _combine_step(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
             yield f"%{op.name} is the start of {field}; expected {'-inf' if field == 'm' else 0}"
 
 
-def _combined_results(header: Header, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
+def _combined_results(header: Header, values: Values, last: tile.Loop, stored: dict[str, tile.Store]) -> Iterator[str]:
     """The output is the sums over the sum of weights, to which a sink adds one. The LSE is that of this sum."""
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
     if header.meaning.sink is None:
@@ -155,7 +152,7 @@ def _combined_results(header: Header, values: Values, last: Loop, stored: dict[s
     )
 
 
-def _items(kernel: Kernel, op: Load | Store) -> Expr:
+def _items(kernel: Kernel, op: tile.Load | tile.Store) -> Expr:
     """The index of the splits that an op accesses, among those of all sequences."""
     tensor, index = kernel.accessed(op)
     return dict(zip(kernel.type_of(tensor.name).dims, index)).get("items", NONE)
@@ -167,7 +164,7 @@ def equals(values: Values, ref: str, expected: Expr) -> Iterator[str]:
         yield f"%{ref} is `{to_text(values.of(ref))}`; expected `{to_text(expected)}`"
 
 
-def _normalised(values: Values, last: Loop, ref: str, by: Expr, factor: Expr = ONE) -> Iterator[str]:
+def _normalised(values: Values, last: tile.Loop, ref: str, by: Expr, factor: Expr = ONE) -> Iterator[str]:
     """A value is a sum that the loop carries, times these factors."""
     found = values.of(ref)
     sums = [
@@ -177,15 +174,13 @@ def _normalised(values: Values, last: Loop, ref: str, by: Expr, factor: Expr = O
         yield f"%{ref} is `{to_text(found)}`; expected the loop's sums times `{to_text(by * factor)}`"
 
 
-def _sums(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep) -> Iterator[str]:
+def _sums(kernel: Kernel, values: Values, loop: tile.Loop, step: tile.SoftmaxStep) -> Iterator[str]:
     """Each iteration rescales the sums to the new maximum, and adds the weights of the tile, or their products."""
     last = kernel.block(loop.body).ops[-1]
-    given = dict(last.values) if isinstance(last, Yield) else {}
+    given = dict(last.values) if isinstance(last, tile.Yield) else {}
     alpha = values.of(f"{step.name}.alpha")
     weights = [
-        op
-        for op in kernel.block(loop.body).ops
-        if isinstance(op, Reduce) and (op.op, op.value) == ("sum", f"{step.name}.p")
+        op for op in only(kernel.block(loop.body).ops, tile.Reduce) if (op.op, op.value) == ("sum", f"{step.name}.p")
     ]
     if given.get("m") != f"{step.name}.m" or len(weights) != 1:
         found = given.get("m")
@@ -194,10 +189,10 @@ def _sums(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep) -> Iter
     yield from equals(values, given["l"], values.of("l") * alpha + values.of(weights[0].name))
     for field in (field for field in given if field.startswith("acc")):
         made = kernel.op(given[field])
-        products = [op for op in [made, *(kernel.op(r) for r in made.operands())] if isinstance(op, Dot)]
+        products = list(only([made, *(kernel.op(r) for r in made.operands())], tile.Dot))
         product = values.of(products[0].name) if products else symbol(field)
-        rest = values.of(made.acc) if isinstance(made, Dot) and made.acc else values.of(made.name)
-        rest = rest if isinstance(made, Dot) else sympy.expand(rest) - sympy.expand(rest).coeff(product) * product
+        rest = values.of(made.acc) if isinstance(made, tile.Dot) and made.acc else values.of(made.name)
+        rest = rest if isinstance(made, tile.Dot) else sympy.expand(rest) - sympy.expand(rest).coeff(product) * product
         if len(products) != 1 or not equal(rest, values.of(field) * alpha):
             expected = f"{field}*{step.name}.alpha, and one product of weights"
             yield f"%{given[field]} is `{to_text(rest)}` and a product; expected {expected}"

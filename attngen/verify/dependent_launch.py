@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product, takewhile
 
-from attngen.ir.core import TENSORS, Op
+from attngen.ir import tile
+from attngen.ir.core import TENSORS, Op, only
 from attngen.ir.host import Alloc, Host, If, Launch, View
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Base, GridDependencyWait, Loop, Map, Scatter, Store, Yield
 
 
 def dependent_launch(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -19,7 +19,7 @@ def dependent_launch(module: Module, kernel: Kernel) -> Iterator[str]:
 
     A kernel launches dependents early only if some kernel waits.
     """
-    found = [op for op in kernel.ops() if isinstance(op, GridDependencyWait)]
+    found = list(only(kernel.ops(), tile.GridDependencyWait))
     if kernel.launches_dependents and not any(k.waits for k in module.kernels):
         yield "it launches dependents, and no kernel waits for that; expected `grid_dependency_wait` in one"
     if not found:
@@ -27,7 +27,7 @@ def dependent_launch(module: Module, kernel: Kernel) -> Iterator[str]:
     if len(found) > 1 or found[0] not in kernel.block("entry").ops:
         yield f"it waits for the previous launch {len(found)} times, or in a loop; expected once, in @entry"
     for op in _before_wait(kernel):
-        if isinstance(op, (Loop, Scatter, Store)):
+        if isinstance(op, (tile.Loop, tile.Scatter, tile.Store)):
             yield f"%{op.name} may run before the previous launch has ended; expected it after `grid_dependency_wait`"
     if kernel.launches_dependents:
         yield "it both waits for the previous launch and launches dependents; expected one of the two"
@@ -56,21 +56,23 @@ def host_dependent_launch(module: Module, host: Host) -> Iterator[str]:
                             yield f"launch @{op.kernel}: {reads}, which stores it as %{made}"
             if isinstance(op, Launch):
                 before = op if op.kernel in kernels else None
-            elif not isinstance(op, (Arg, Map, View)) and not (isinstance(op, Alloc) and op.fill is None):
+            elif not isinstance(op, (tile.Arg, tile.Map, View)) and not (isinstance(op, Alloc) and op.fill is None):
                 before = None
 
 
 def _before_wait(kernel: Kernel) -> list[Op]:
     """The ops that programs of a waiting kernel may run before the previous launch has ended."""
-    return list(takewhile(lambda op: not isinstance(op, GridDependencyWait), kernel.block("entry").ops))
+    return list(takewhile(lambda op: not isinstance(op, tile.GridDependencyWait), kernel.block("entry").ops))
 
 
 def _read_early(kernel: Kernel) -> list[str]:
     """The tensors that a kernel reads before it waits: in its ops, and to find its splits of the keys."""
     found = ["CACHE_SEQLENS", *(at.tensor for _, at in kernel.kv_split.reads)] if kernel.kv_split else []
-    for source in (kernel.op(ref) for op in _before_wait(kernel) if not isinstance(op, Base) for ref in op.operands()):
-        tensor = kernel.op(source.src.tensor) if isinstance(source, Base) else source
-        found += [tensor.name] if isinstance(tensor, Arg) and tensor.role in TENSORS else []
+    for source in (
+        kernel.op(ref) for op in _before_wait(kernel) if not isinstance(op, tile.Base) for ref in op.operands()
+    ):
+        tensor = kernel.op(source.src.tensor) if isinstance(source, tile.Base) else source
+        found += [tensor.name] if isinstance(tensor, tile.Arg) and tensor.role in TENSORS else []
     return found
 
 
@@ -91,7 +93,6 @@ def _roots(host: Host, ref: str) -> set[str]:
         dict(last.values).get(field)
         for b in (op.then, op.orelse)
         if b
-        for last in host.block(b).ops[-1:]
-        if isinstance(last, Yield)
+        for last in only(host.block(b).ops[-1:], tile.Yield)
     ]
     return {root for made in given if made for root in _roots(host, made)}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from attngen.ir.core import TENSORS, Op, Type
+from attngen.ir import tile
+from attngen.ir.core import TENSORS, Op, Type, only
 from attngen.ir.dims import AXIS_DIM, SPLIT_DIM, WHOLE, dimension
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol
 from attngen.ir.expr_text import to_text
@@ -28,7 +29,6 @@ from attngen.ir.names import (
     of_sequence,
     tensor_dtype,
 )
-from attngen.ir.ops import Arg, Map, Yield
 from attngen.ir.prove import prove_le
 from attngen.ir.split_kv import max_work_items
 from attngen.tiles.launches import rows_are_aligned
@@ -53,9 +53,9 @@ def structure(module: Module, host: Host) -> Iterator[str]:
             yield f"@{name} is not the branch of one `if`; only @entry is no branch"
     for block in host.blocks:
         for op in block.ops:
-            if isinstance(op, Yield) and op is not block.ops[-1]:
+            if isinstance(op, tile.Yield) and op is not block.ops[-1]:
                 yield f"@{block.name} yields before its end"
-            if isinstance(op, Arg) and (block.name != "entry" or op.role not in ("in", "scalar", "flag")):
+            if isinstance(op, tile.Arg) and (block.name != "entry" or op.role not in ("in", "scalar", "flag")):
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected in, scalar or flag, of @entry"
     gradients = tuple(f"d_{i.name}" for i in module.inputs if i.grad) if host.name == "backward" else ()
     derived = tuple(name.upper() for d in module.derived if d.program == host.name for name in d.names)
@@ -129,7 +129,10 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
             if isinstance(op, Alloc) and dtype and (op.type.dtype, op.type.dims) != (dtype, dims):
                 yield f"%{op.name} is {_text(op.type)}; expected {dtype}[{', '.join(dims)}], as `derive` says"
     for op in host.ops():
-        if not isinstance(op, (Arg, If, Launch, Copy, Yield)) and op.name.lower() in (given.keys() & own) - made.keys():
+        if (
+            not isinstance(op, (tile.Arg, If, Launch, Copy, tile.Yield))
+            and op.name.lower() in (given.keys() & own) - made.keys()
+        ):
             name = op.name.lower()
             yield f"%{op.name} and the input `{name}` are one variable in Python; expected another name for one of them"
 
@@ -138,7 +141,7 @@ def _named(op: Op, sizes: set[str]) -> list[str]:
     """The scalars that an op's expressions and dimensions name, except the `sizes` of the call."""
     where = getattr(op, "where", sympy.true)
     filled = getattr(op, "fill_where", sympy.true)
-    number = [op.expr] if isinstance(op, Map) and not op.type.dims else []
+    number = [op.expr] if isinstance(op, tile.Map) and not op.type.dims else []
     names = {
         str(s) for e in (where, filled, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols
     }
@@ -147,7 +150,7 @@ def _named(op: Op, sizes: set[str]) -> list[str]:
 
 def _yielded(host: Host, block: str) -> dict[str, Type]:
     last = host.block(block).ops[-1:] if block else ()
-    return {f: host.type_of(ref) for op in last if isinstance(op, Yield) for f, ref in op.values}
+    return {f: host.type_of(ref) for op in only(last, tile.Yield) for f, ref in op.values}
 
 
 def _text(t: Type) -> str:
@@ -231,7 +234,7 @@ def _capacity(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterato
     """The capacity of a sequence, `Nc`, is the number of rows in its pages."""
     if module.cache is None or not module.cache.page or not any(arg.name == "PAGE_TABLE" for arg in kernel.args):
         return
-    found = [o.expr for o in host.ops() if isinstance(o, Map) and o.name == "Nc"]
+    found = [o.expr for o in only(host.ops(), tile.Map) if o.name == "Nc"]
     expected = symbol("max_pages") * dimension(module.cache.page)
     if found != [expected] or "Nc" in dict(op.sizes):
         have = ", ".join(map(to_text, found)) or "unknown"
@@ -242,7 +245,7 @@ def _items(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     """The tensors of partial results have room for all splits that may be made."""
     if kernel.kv_split is None:
         return
-    items = next((o.expr for o in host.ops() if isinstance(o, Map) and o.name == "items"), symbol("items"))
+    items = next((o.expr for o in only(host.ops(), tile.Map) if o.name == "items"), symbol("items"))
     least = max_work_items(kernel.kv_split.each)
     if "items" in dict(op.sizes) or not prove_le(least, items):
         yield f"there is room for {to_text(items)} splits, and keys may have up to {to_text(least)}"
@@ -272,7 +275,7 @@ def _implied(host: Host, where: Bool) -> set[Bool]:
     found = set(conjuncts(where))
     for op in host.ops():
         if (
-            isinstance(op, Map)
+            isinstance(op, tile.Map)
             and isinstance(op.expr, select)
             and op.expr.args[2] == 0
             and (symbol(op.name) > 0) in found
@@ -281,7 +284,7 @@ def _implied(host: Host, where: Bool) -> set[Bool]:
     return found
 
 
-def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
+def _argument(host: Host, op: Launch, arg: tile.Arg, ref: str) -> Iterator[str]:
     sizes = dict(op.sizes)
     if arg.role == "scalar" and arg.name in (FOUND.keys() | sizes.keys() | host.sizes):
         return
@@ -337,7 +340,7 @@ def read(module: Module, host: Host) -> Iterator[str]:
             refs |= {arg.name for arg in kernels[op.kernel].args} - dict(op.args).keys()
     for op in host.ops():
         if (
-            isinstance(op, (Alloc, View, ListBlocks)) or (isinstance(op, Map) and not op.type.dims)
+            isinstance(op, (Alloc, View, ListBlocks)) or (isinstance(op, tile.Map) and not op.type.dims)
         ) and op.name not in refs:
             yield f"%{op.name} is read by nothing"
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.expr import Bool
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, View
 from attngen.ir.module import Module
 from attngen.ir.names import (
     INTEGERS,
 )
-from attngen.ir.ops import Scatter, Yield
 
 POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # sizes that are never 0
 
@@ -75,7 +75,9 @@ class _Writes:
             case View():
                 return state
         reads = (
-            [ref for _, ref in op.values if not self._is_field(ref)] if isinstance(op, Yield) else list(op.operands())
+            [ref for _, ref in op.values if not self._is_field(ref)]
+            if isinstance(op, tile.Yield)
+            else list(op.operands())
         )
         for ref in reads:
             self._read(op.name, ref, state)
@@ -89,9 +91,7 @@ class _Writes:
     def _launch(self, op: Launch, state: set[str]) -> set[str]:
         given = dict(op.args)
         args = self.kernels[op.kernel].args
-        moved = {
-            op.dst.tensor for op in self.kernels[op.kernel].ops() if isinstance(op, Scatter) and op.op in ("min", "max")
-        }
+        moved = {op.dst.tensor for op in only(self.kernels[op.kernel].ops(), tile.Scatter) if op.op in ("min", "max")}
         for arg in args:
             if arg.role in ("in", "inout", "sum") or (arg.role == "out" and arg.name in moved):
                 self._read(f"@{op.kernel}", given.get(arg.name, arg.name), state)

@@ -8,6 +8,8 @@ from typing import Any
 import sympy
 
 from attngen.heuristics import STRIP
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, dimension, first_row
 from attngen.ir.expr import Bool, conjuncts, floordiv, select, span, symbol, symbol_names
 from attngen.ir.expr_text import to_text
@@ -16,20 +18,6 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import AXES, CALL_ROWS, PAIRS, ROW_AXES
-from attngen.ir.ops import (
-    Append,
-    Arg,
-    Base,
-    CacheLength,
-    CountTiles,
-    DropoutMask,
-    Gather,
-    Load,
-    OrderedAccumulate,
-    OrderedAdd,
-    Scatter,
-    Store,
-)
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import sharing as sharing_axes
 from attngen.ir.split_kv import combined_work_items, work_item
@@ -42,15 +30,15 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     letters, heads = _letters(module, kernel), _heads(module)
     by_entry = {x.partials for x in module.input_gradients if x.reduction == "entry"}
     for op in kernel.ops():
-        if isinstance(op, (Base, CountTiles, CacheLength, Load, Store)):
+        if isinstance(op, (tile.Base, tile.CountTiles, tile.CacheLength, tile.Load, tile.Store)):
             yield from _tile_indices(module, kernel, op, letters, heads, by_entry)
-        if isinstance(op, Store) and not isinstance(op, OrderedAdd):
+        if isinstance(op, tile.Store) and not isinstance(op, tile.OrderedAdd):
             yield from _rows_of_others(kernel, op)
     yield from _entries(kernel, by_entry)
     for op in kernel.ops():
-        if isinstance(op, Scatter) and op.op == "put":
+        if isinstance(op, tile.Scatter) and op.op == "put":
             yield from _put_twice(kernel, op)
-        if isinstance(op, (Gather, Scatter)):
+        if isinstance(op, (tile.Gather, tile.Scatter)):
             yield from _elements_of_others(kernel, op)
             yield from _out_of_bounds(module, kernel, op, letters, heads)
     yield from _dropout_heads(kernel)
@@ -85,7 +73,7 @@ def _letters(module: Module, kernel: Kernel) -> dict[str, Any]:
 def _tile_indices(
     module: Module,
     kernel: Kernel,
-    op: Base | CountTiles | CacheLength | Load | Store,
+    op: tile.Base | tile.CountTiles | tile.CacheLength | tile.Load | tile.Store,
     letters: dict[str, Any],
     heads: dict[str, list[Any]],
     by_entry: set[str],
@@ -105,7 +93,7 @@ def _tile_indices(
             continue
         right = [letters[dim]] if dim in letters else heads.get(dim, [])
         right += [split[dim]] if dim in split else []
-        if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[axis] == dim:
+        if isinstance(op, tile.Load) and not op.type.dims and AXIS_EXTENT[axis] == dim:
             right = [
                 symbol(f"{axis}_start"),
                 last_row(axis),
@@ -115,7 +103,7 @@ def _tile_indices(
             yield f"{found}; expected `{expected}` (heads {module.sharing})"
 
 
-def _rows_of_others(kernel: Kernel, op: Store) -> Iterator[str]:
+def _rows_of_others(kernel: Kernel, op: tile.Store) -> Iterator[str]:
     """A store writes rows that no program at another place of the grid writes: its index names each axis of the grid,
     or something that differs along that axis."""
     tensor, indices = kernel.accessed(op)
@@ -126,7 +114,7 @@ def _rows_of_others(kernel: Kernel, op: Store) -> Iterator[str]:
         named |= {axis.var for axis in sharing_axes(kernel.grid)}
     named |= {op.first_along} if op.first_along else set()
     for axis in kernel.grid:
-        in_pair = not isinstance(op, OrderedAccumulate) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
+        in_pair = not isinstance(op, tile.OrderedAccumulate) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
         if in_pair or not {axis.var, f"{axis.var}_start", f"_{axis.var}_row"} & named:
             yield f"%{op.name} writes rows of %{tensor.name} that the other programs along {axis.var} write, too"
 
@@ -135,11 +123,11 @@ def _dropout_heads(kernel: Kernel) -> Iterator[str]:
     """Dropout bits are generated for the head of the queries that the kernel loads."""
     queries = [
         op.src.index[1]
-        for op in kernel.ops()
-        if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1
+        for op in only(kernel.ops(), tile.Load, tile.Base)
+        if op.src.tensor == "Q" and len(op.src.index) > 1
     ]
     for op in kernel.ops():
-        if isinstance(op, DropoutMask) and op.head not in queries:
+        if isinstance(op, tile.DropoutMask) and op.head not in queries:
             expected = " or ".join(map(to_text, queries))
             yield f"%{op.name} has the dropout of head `{to_text(op.head)}`; expected that of %Q, `{expected}`"
 
@@ -148,7 +136,7 @@ def _entries(kernel: Kernel, by_entry: set[str]) -> Iterator[str]:
     """A kernel that stores parts of a gradient by entry stores each entry once."""
     stored: dict[str, list[Any]] = {}
     for op in kernel.ops():
-        if isinstance(op, Store):
+        if isinstance(op, tile.Store):
             tensor, indices = kernel.accessed(op)
             if tensor.name in by_entry:
                 pairs = zip(kernel.type_of(tensor.name).dims, indices)
@@ -162,7 +150,7 @@ def _entries(kernel: Kernel, by_entry: set[str]) -> Iterator[str]:
 
 def in_pages(op: Any) -> bool:
     """True if an op accesses rows by their pages, and so has no index for the dimension of pages."""
-    return isinstance(op, (Append, Load)) and op.pages is not None
+    return isinstance(op, (tile.Append, tile.Load)) and op.pages is not None
 
 
 def is_page_of(module: Module, index: Any) -> bool:
@@ -170,19 +158,19 @@ def is_page_of(module: Module, index: Any) -> bool:
     return bool(module.cache and isinstance(index, floordiv) and index.args[1] == dimension(module.cache.page))
 
 
-def _is_page(kernel: Kernel, op: Gather | Scatter, index: Any) -> bool:
+def _is_page(kernel: Kernel, op: tile.Gather | tile.Scatter, index: Any) -> bool:
     """True if an index is a page number that was read under conditions of the access, so only where the sequence has
     the row."""
     table = next((kernel.op(ref) for name, ref in op.uses if symbol(name) == index), None)
     return (
-        isinstance(table, Gather)
+        isinstance(table, tile.Gather)
         and table.src.tensor == "PAGE_TABLE"
         and set(conjuncts(table.where)) <= set(conjuncts(op.where))
     )
 
 
 def _out_of_bounds(
-    module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]
+    module: Module, kernel: Kernel, op: tile.Gather | tile.Scatter, letters: dict[str, Any], heads: dict[str, Any]
 ) -> Iterator[str]:
     """Each index of a single element is proven to be in bounds, or the condition of the access implies it."""
     conditions = conjuncts(op.where)
@@ -190,7 +178,7 @@ def _out_of_bounds(
     def checked(condition: Bool) -> bool:
         return set(conjuncts(condition)) <= set(conditions)
 
-    does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
+    does, access = ("write", op.dst) if isinstance(op, tile.Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
         # A sequence has no more keys (Nk) than its capacity (Nc).
         extent = symbol("Nk") if dim == "Nc" and kernel.reads_cache else dimension(dim)
@@ -224,7 +212,7 @@ def _out_of_bounds(
             yield f"%{op.name} may {does} {place}; expected a condition in `where` that excludes it"
 
 
-def _put_twice(kernel: Kernel, op: Scatter) -> Iterator[str]:
+def _put_twice(kernel: Kernel, op: tile.Scatter) -> Iterator[str]:
     """No two threads put the same element: the last index is a position along the tile, forwards or backwards, plus or
     minus sizes."""
     (dim, *more) = kernel.type_of(op.value).dims or ("",)
@@ -240,21 +228,19 @@ def _put_twice(kernel: Kernel, op: Scatter) -> Iterator[str]:
         yield f"%{op.name} may put two elements at one index; expected {expected}"
 
 
-def _elements_of_others(kernel: Kernel, op: Gather | Scatter) -> Iterator[str]:
+def _elements_of_others(kernel: Kernel, op: tile.Gather | tile.Scatter) -> Iterator[str]:
     """Elements of scratch memory, and elements that a program puts, belong to one program: the index names each axis of
     the grid. It may leave out an axis along which only one program puts elements, the same one in all puts.
     """
-    access = op.src if isinstance(op, Gather) else op.dst
+    access = op.src if isinstance(op, tile.Gather) else op.dst
     tensor = kernel.op(access.tensor)
-    puts = isinstance(op, Scatter) and op.op == "put"
-    owned = puts or (isinstance(tensor, Arg) and tensor.role == "scratch")
+    puts = isinstance(op, tile.Scatter) and op.op == "put"
+    owned = puts or (isinstance(tensor, tile.Arg) and tensor.role == "scratch")
     others = (
-        [x for x in kernel.ops() if isinstance(x, Scatter) and x.op == "put" and x.dst.tensor == access.tensor]
-        if puts
-        else []
+        [x for x in only(kernel.ops(), tile.Scatter) if x.op == "put" and x.dst.tensor == access.tensor] if puts else []
     )
-    only = {axis.var: {_only_program(axis, x.where) for x in others} for axis in kernel.grid}
-    axes = [axis for axis, found in only.items() if len(found) != 1 or None in found]
+    owners = {axis.var: {_only_program(axis, x.where) for x in others} for axis in kernel.grid}
+    axes = [axis for axis, found in owners.items() if len(found) != 1 or None in found]
     if owned and sorted(map(str, access.index[:-1])) != sorted(axes):
         yield f"%{op.name} accesses elements of %{access.tensor} of other programs; expected [{', '.join(axes)}, ...]"
 
@@ -271,9 +257,9 @@ def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
     looped = {loop.body: loop.var for loop in kernel.loops if loop.cls != "all"}
     for block in kernel.blocks:
         for op in block.ops:
-            if not isinstance(op, (Load, Store)):
+            if not isinstance(op, (tile.Load, tile.Store)):
                 continue
-            access = op.dst if isinstance(op, Store) else op.src
+            access = op.dst if isinstance(op, tile.Store) else op.src
             for axis in set(ROW_AXES) & set(access.axes()):
                 when = dict(op.check).get(axis)
                 if when != "always" and not (when == "partial" and looped.get(block.name) == axis):

@@ -7,15 +7,12 @@ from functools import cache
 
 import sympy
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.expr import Bool, conjuncts
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import (
-    Mask,
-    SoftmaxStep,
-)
 from attngen.tiles.intervals import implies
 from attngen.verify.algebra import alike, normal, same
 from attngen.verify.scores import softmaxes
@@ -27,7 +24,7 @@ def masks(module: Module, kernel: Kernel) -> Iterator[str]:
     header, values = Header(module, kernel), Values(kernel)
     expected = conjuncts(header.where)
     used = [(op, ref) for op, exponent, _ in softmaxes(kernel, values) for ref in _scores_of(kernel, op)]
-    last = used or [(op, op.name) for op in kernel.ops() if isinstance(op, Mask) and not _masked_again(kernel, op)]
+    last = used or [(op, op.name) for op in only(kernel.ops(), tile.Mask) if not _masked_again(kernel, op)]
     for op, ref in last:
         applied, _ = values.conditions(ref)
         for c in _unproven(applied, [*expected, *pair_exists()], kernel.program_axis):
@@ -36,20 +33,20 @@ def masks(module: Module, kernel: Kernel) -> Iterator[str]:
         for c in _unproven(expected, [*applied, *pair_exists()], kernel.program_axis):
             yield f"%{op.name} hides less than the header's mask: `{to_text(c)}` does not follow from its conditions"
     for op in kernel.ops():
-        if isinstance(op, Mask):
+        if isinstance(op, tile.Mask):
             yield from _facts(op, header, values)
 
 
 def _scores_of(kernel: Kernel, op: Op) -> list[str]:
     """The scores that a softmax step, or a map that computes weights, reads: the masked ones, if there are any."""
-    if isinstance(op, SoftmaxStep):
+    if isinstance(op, tile.SoftmaxStep):
         return [op.s]
-    masked = [ref for ref in op.operands() if isinstance(kernel.op(ref), Mask)]
+    masked = [ref for ref in op.operands() if isinstance(kernel.op(ref), tile.Mask)]
     return masked or [next(iter(op.operands()))]
 
 
-def _masked_again(kernel: Kernel, op: Mask) -> bool:
-    return any(isinstance(kernel.op(n), Mask) for n in kernel.graph.successors(op.name))
+def _masked_again(kernel: Kernel, op: tile.Mask) -> bool:
+    return any(isinstance(kernel.op(n), tile.Mask) for n in kernel.graph.successors(op.name))
 
 
 def _unproven(conclusions: Iterable[Bool], premises: Iterable[Bool], axis: str) -> list[Bool]:
@@ -79,7 +76,7 @@ def _of_integers(*conditions: Bool) -> bool:
     return all(s.is_integer for c in conditions for s in c.free_symbols)
 
 
-def _facts(op: Mask, header: Header, values: Values) -> Iterator[str]:
+def _facts(op: tile.Mask, header: Header, values: Values) -> Iterator[str]:
     """A mask assumes only facts about data that the header states."""
     stated = [tuple(normal(header.here(e)) for e in fact) for fact in header.meaning.known]
     for fact in op.known:

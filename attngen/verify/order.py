@@ -21,13 +21,13 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.core import Access, Op
+from attngen.ir import tile
+from attngen.ir.core import Access, Op, only
 from attngen.ir.dims import first_row
 from attngen.ir.expr import floordiv, mod, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Base, CountTiles, ListPosition, OrderedAccumulate, OrderedAdd
 from attngen.ir.split_axes import sharing
 from attngen.tiles.order import first_first_order, last_first_order, order_by_direction, order_ops
 
@@ -40,8 +40,8 @@ def semaphore_order(module: Module, kernel: Kernel) -> Iterator[str]:
     tile. With block lists, the order is the number of listed tiles after the program's own, up to the end that the
     formula gives.
     """
-    adds = [op for op in kernel.ops() if isinstance(op, OrderedAdd) and op.order is not None]
-    counts = [op for op in kernel.ops() if isinstance(op, CountTiles)]
+    adds = [op for op in only(kernel.ops(), tile.OrderedAdd) if op.order is not None]
+    counts = list(only(kernel.ops(), tile.CountTiles))
     if not adds:
         yield from (f"%{op.name} counts tiles, and no ordered_add uses the count" for op in counts)
         return
@@ -82,7 +82,7 @@ def ordered_accumulate(module: Module, kernel: Kernel) -> Iterator[str]:
 
     A program accumulates to one tile of each tensor, at the end, and the last of these ops releases the semaphore.
     """
-    found = [op for op in kernel.ops() if isinstance(op, OrderedAccumulate)]
+    found = list(only(kernel.ops(), tile.OrderedAccumulate))
     if not found:
         return
     axes = sharing(kernel.grid)
@@ -111,11 +111,11 @@ def ordered_accumulate(module: Module, kernel: Kernel) -> Iterator[str]:
 def _describe(op: Op) -> str:
     """The value that an op contributes to an order, in words."""
     match op:
-        case CountTiles(src=src, most=most):
+        case tile.CountTiles(src=src, most=most):
             what = f"counts tiles that start at `{to_text(most)}` at most in {_element(src)}"
-        case ListPosition(src=src, tile=tile):
-            what = f"is the position of the tile `{to_text(tile)}` in %{src}"
-        case Base(src=src):
+        case tile.ListPosition(src=src, tile=number):
+            what = f"is the position of the tile `{to_text(number)}` in %{src}"
+        case tile.Base(src=src):
             what = f"points to {_element(src)}"
         case _:
             what = "is not a number of tiles"

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import sympy
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Expr, exp2, finite, log2, select, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import ROW_STATS
-from attngen.ir.ops import Init, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import LN2, LOG2E, equal
 from attngen.verify.combine import ONE, equals
 from attngen.verify.scores import softmaxes
@@ -31,10 +32,10 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
       their log2.
     - key_mass: the sum of the weights that all queries give a key.
     """
-    stored = {kernel.accessed(op)[0].name: op.value for op in kernel.ops() if isinstance(op, Store)}
+    stored = {kernel.accessed(op)[0].name: op.value for op in only(kernel.ops(), tile.Store)}
     if "KEY_MASS" in stored:
         yield from _sum_of_weights(kernel, stored["KEY_MASS"])
-    steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
+    steps = list(only(kernel.ops(), tile.SoftmaxStep))
     if not steps or "LSE" not in stored:
         return
     # No kernel recomputes weights from the outputs of a call with a KV cache.
@@ -73,34 +74,30 @@ def _sum_of_weights(kernel: Kernel, ref: str) -> Iterator[str]:
     weights = {op.name for op, _, _ in softmaxes(kernel, values)}
     sums = [
         op
-        for op in kernel.ops()
-        if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["q"]) and op.value in weights
+        for op in only(kernel.ops(), tile.Reduce)
+        if (op.op, op.over) == ("sum", AXIS_DIM["q"]) and op.value in weights
     ]
     field = ref.partition(".")[2]
     start = kernel.op(dict(kernel.loops[0].carry).get(field, ref))
-    if ref != f"{last.name}.{field}" or len(sums) != 1 or not isinstance(start, Init) or start.value != 0:
+    if ref != f"{last.name}.{field}" or len(sums) != 1 or not isinstance(start, tile.Init) or start.value != 0:
         yield f"%{ref} is stored in KEY_MASS; expected the sum of weights of the loop over queries, starting from 0"
         return
     yield from equals(values, _yielded(kernel, last)[field], values.of(field) + values.of(sums[0].name))
 
 
-def _yielded(kernel: Kernel, loop: Loop) -> dict[str, str]:
+def _yielded(kernel: Kernel, loop: tile.Loop) -> dict[str, str]:
     last = kernel.block(loop.body).ops[-1]
-    return dict(last.values) if isinstance(last, Yield) else {}
+    return dict(last.values) if isinstance(last, tile.Yield) else {}
 
 
-def _next(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep, scale: Expr) -> Expr:
+def _next(kernel: Kernel, values: Values, loop: tile.Loop, step: tile.SoftmaxStep, scale: Expr) -> Expr:
     """The next value of `e`: the sum of weights times their log2, rescaled to the new maximum, plus the tile's."""
     p, alpha, greatest = (values.of(f"{step.name}.{field}") for field in ("p", "alpha", "m"))
     term = p * select(p > 0, scale * (values.of(step.s) - greatest), 0)
-    sums = [
-        op
-        for op in kernel.block(loop.body).ops
-        if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["kv"])
-    ]
-    tile = next((values.of(op.name) for op in sums if equal(values.of(op.value), term)), symbol("sum_of_terms"))
+    sums = [op for op in only(kernel.block(loop.body).ops, tile.Reduce) if (op.op, op.over) == ("sum", AXIS_DIM["kv"])]
+    term_sum = next((values.of(op.name) for op in sums if equal(values.of(op.value), term)), symbol("sum_of_terms"))
     grown = select(alpha > 0, scale * (greatest - values.of("m")), 0)
-    return alpha * (values.of("e") - grown * values.of("l")) + tile
+    return alpha * (values.of("e") - grown * values.of("l")) + term_sum
 
 
 def _sums(header: Header, m: Expr, l: Expr) -> tuple[Expr, Expr]:  # noqa: E741

@@ -7,22 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from attngen.interp.numeric import compiled
+from attngen.ir import pipe, tile
+from attngen.ir.core import only
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Loop, Yield
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-    Wgmma,
-)
-from attngen.ir.pipe_control import (
-    PipelinedLoop,
-    SchedulerBarrier,
-)
 from attngen.tiles.order import whole_range
 from attngen.tiles.warp_groups import instance_bounds
 
@@ -33,7 +22,7 @@ def loop_bodies(module: Module, kernel: Kernel) -> Iterator[str]:
     A pipelined loop visits tiles in one of the orders that its attributes allow.
     """
     for op in kernel.ops():
-        if isinstance(op, PipelinedLoop):
+        if isinstance(op, pipe.PipelinedLoop):
             if not op.step or bool(op.first) != bool(op.last):
                 yield f"%{op.name} has other bodies than @first, @step and @last, or @step only"
                 continue
@@ -41,7 +30,7 @@ def loop_bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             yield from _instance_tiles(kernel, op)
             yield from _tile_order(op)
             yield from _round_robin(module, kernel, op)
-        elif isinstance(op, Loop):
+        elif isinstance(op, tile.Loop):
             carried = {field: kernel.type_of(ref) for field, ref in op.carry}
             if not carried == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
                 yield f"%{op.name}: what @{op.body} takes and yields does not fit what the loop carries"
@@ -49,7 +38,7 @@ def loop_bodies(module: Module, kernel: Kernel) -> Iterator[str]:
                 yield f"%{op.name} is reversed; expected one range, nothing carried, no list and no heads"
 
 
-def _carried(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:
+def _carried(kernel: Kernel, op: pipe.PipelinedLoop) -> Iterator[str]:
     """The first body takes the fields that the loop carries, each other body takes those that the body before it
     yields, and the last one yields the carried fields. Bodies of even and odd iterations all take and yield the carried
     fields, and exclude other options."""
@@ -73,7 +62,7 @@ def _carried(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:
         yield f"%{op.name}: what {who} take and yield does not fit what the loop carries"
 
 
-def _tile_order(op: PipelinedLoop) -> Iterator[str]:
+def _tile_order(op: pipe.PipelinedLoop) -> Iterator[str]:
     """Loops have a range. Loops that visit tiles in order, that run for all heads at each tile, or that recompute
     values have the form that these options require."""
     if not (op.partial or op.full):
@@ -90,7 +79,7 @@ def _tile_order(op: PipelinedLoop) -> Iterator[str]:
         yield f"%{op.name} recomputes values in each iteration; expected tiles that are in order, and carried sums"
 
 
-def _round_robin(module: Module, kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:
+def _round_robin(module: Module, kernel: Kernel, op: pipe.PipelinedLoop) -> Iterator[str]:
     """Instances that split iterations by the stages of a pipeline have one stage each. Each iteration reads one tile
     of that pipeline, which nothing else reads."""
     if op.round_robin is None:
@@ -99,20 +88,30 @@ def _round_robin(module: Module, kernel: Kernel, op: PipelinedLoop) -> Iterator[
     waits = [
         o
         for b in kernel.warp_groups
-        for o in kernel.within(b.name)
-        if isinstance(o, ConsumerWait) and o.pipeline == op.round_robin
+        for o in only(kernel.within(b.name), pipe.ConsumerWait)
+        if o.pipeline == op.round_robin
     ]
     steps = [
         type(o)
         for o in kernel.block(op.step).ops
-        if isinstance(o, (ConsumerWait, ConsumerRelease, SchedulerBarrier, ProducerLoad, ProducerStore, Wgmma))
+        if isinstance(
+            o,
+            (
+                pipe.ConsumerWait,
+                pipe.ConsumerRelease,
+                pipe.SchedulerBarrier,
+                pipe.ProducerLoad,
+                pipe.ProducerStore,
+                pipe.Wgmma,
+            ),
+        )
     ]
     if (
-        not isinstance(pipeline, Pipeline)
+        not isinstance(pipeline, pipe.Pipeline)
         or op.bodies != (op.step,)
         or op.carry
         or len(waits) != 1
-        or steps != [ConsumerWait, ConsumerRelease]
+        or steps != [pipe.ConsumerWait, pipe.ConsumerRelease]
         or waits[0] not in kernel.block(op.step).ops
     ):
         yield (
@@ -130,7 +129,7 @@ def _round_robin(module: Module, kernel: Kernel, op: PipelinedLoop) -> Iterator[
             )
 
 
-def _instance_tiles(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:
+def _instance_tiles(kernel: Kernel, op: pipe.PipelinedLoop) -> Iterator[str]:
     """The tiles that an instance skips are those in which its own rows see nothing, by the bounds of the loop."""
     if not (op.reversed or op.skip or op.instance_partial):
         return
@@ -146,10 +145,10 @@ def _instance_tiles(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:
 
 def _taken(kernel: Kernel, body: str, suffix: str) -> dict[str, Any]:
     """The types of a body's arguments, by field."""
-    return {op.name.removesuffix(suffix): op.type for op in kernel.block(body).ops if isinstance(op, Arg)}
+    return {op.name.removesuffix(suffix): op.type for op in only(kernel.block(body).ops, tile.Arg)}
 
 
 def _yielded(kernel: Kernel, body: str) -> dict[str, Any]:
     """The types that a body yields, by field."""
     last = kernel.block(body).ops[-1:]
-    return {field: kernel.type_of(ref) for op in last if isinstance(op, Yield) for field, ref in op.values}
+    return {field: kernel.type_of(ref) for op in only(last, tile.Yield) for field, ref in op.values}

@@ -9,23 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from attngen.ir.core import Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, only
 from attngen.ir.dims import SIDES
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Load, Loop, OrderedAccumulate, OrderedAdd, Store
-from attngen.ir.pipe import (
-    ProducerLoad,
-    TmaStore,
-    TmaStoreWait,
-)
-from attngen.ir.pipe_control import (
-    PipelinedLoop,
-    Ranges,
-    SemaphoreAcquire,
-    SemaphoreRelease,
-)
 from attngen.tiles.order import order_ops
 from attngen.verify.caches import of_all_columns, page_of, places
 
@@ -40,7 +29,7 @@ def same_tiles(module: Module, kernel: Kernel) -> Iterator[str]:
     if kernel.grid != portable.grid:
         yield f"its grid is not that of the portable @{portable.name}"
     own, expected = (
-        [(op.semaphore, op.order, order_ops(k, op)) for op in k.ops() if isinstance(op, OrderedAdd)]
+        [(op.semaphore, op.order, order_ops(k, op)) for op in only(k.ops(), tile.OrderedAdd)]
         for k in (kernel, portable)
     )
     if own != expected:
@@ -81,18 +70,18 @@ def _same_loops(kernel: Kernel, portable: Kernel) -> Iterator[str]:
 def _same_places(kernel: Kernel, portable: Kernel) -> Iterator[str]:
     """TMA loads tiles only from places at which the portable kernel loads. Both kernels store equally often to each
     place."""
-    loads = {(*_target(portable, op), page_of(portable, op)) for op in portable.ops() if isinstance(op, Load)}
+    loads = {(*_target(portable, op), page_of(portable, op)) for op in only(portable.ops(), tile.Load)}
     for op in kernel.ops():
-        if isinstance(op, ProducerLoad):
+        if isinstance(op, pipe.ProducerLoad):
             place = (op.src.tensor, of_all_columns(op.src.index), page_of(kernel, op))
             if place not in loads:
                 yield f"%{op.name} loads from where the portable @{portable.name} loads nothing"
     in_halves = any(
-        isinstance(op, (TmaStore, Store)) and {*map(str, _target(kernel, op)[1])} & {*SIDES} for op in kernel.ops()
+        {*map(str, _target(kernel, op)[1])} & {*SIDES} for op in only(kernel.ops(), pipe.TmaStore, tile.Store)
     )
     stored, expected = (
         Counter(
-            place for op in k.ops() if isinstance(op, (TmaStore, Store)) for place in places(*_target(k, op), in_halves)
+            place for op in only(k.ops(), pipe.TmaStore, tile.Store) for place in places(*_target(k, op), in_halves)
         )
         for k in (kernel, portable)
     )
@@ -109,25 +98,30 @@ def _same_accumulations(kernel: Kernel, portable: Kernel) -> Iterator[str]:
     Instances either have the same ordered_accumulates, or each of them does it by TMA: it acquires the semaphore of the
     program before, stores all tiles, waits for these stores, and releases the semaphore.
     """
-    merges, own = ([op for op in k.ops() if isinstance(op, OrderedAccumulate)] for k in (portable, kernel))
+    merges, own = (list(only(k.ops(), tile.OrderedAccumulate)) for k in (portable, kernel))
     expected = [(*_target(portable, op), op.order) for op in merges]
     if own:
         if [(*_target(kernel, op), op.order, op.semaphore, op.ends) for op in own] != [
-            (*tile, op.semaphore, op.ends) for tile, op in zip(expected, merges)
+            (*place, op.semaphore, op.ends) for place, op in zip(expected, merges)
         ]:
             yield f"it accumulates other tiles than the portable @{portable.name}"
         return
     semaphores = {portable.through(op.semaphore) for op in merges if op.semaphore}
     steps = [op for op in kernel.ops() if _accumulates(kernel, op, semaphores)]
-    if [(*_target(kernel, op), op.order) for op in steps if isinstance(op, TmaStore)] != expected:
+    if [(*_target(kernel, op), op.order) for op in only(steps, pipe.TmaStore)] != expected:
         yield f"it stores other tiles in order than those that the portable @{portable.name} accumulates"
-    acquires = [op for op in steps if isinstance(op, SemaphoreAcquire)]
+    acquires = list(only(steps, pipe.SemaphoreAcquire))
     if not merges:
         yield from (f"%{op.name} acquires a semaphore, and nothing is accumulated" for op in acquires)
         return
     kinds = [type(op) for op in steps]
-    waits = kinds.count(TmaStoreWait)
-    in_order = [SemaphoreAcquire, *[TmaStore] * len(merges), *[TmaStoreWait] * waits, SemaphoreRelease]
+    waits = kinds.count(pipe.TmaStoreWait)
+    in_order = [
+        pipe.SemaphoreAcquire,
+        *[pipe.TmaStore] * len(merges),
+        *[pipe.TmaStoreWait] * waits,
+        pipe.SemaphoreRelease,
+    ]
     one_block = len({kernel.graph.nodes[op.name]["block"] for op in steps}) == 1
     orders = [(kernel.through(op.semaphore), op.order) for op in acquires]
     if kinds != in_order or not waits or not one_block or orders != [(*semaphores, merges[0].order)]:
@@ -140,33 +134,31 @@ def _same_accumulations(kernel: Kernel, portable: Kernel) -> Iterator[str]:
 def _accumulates(kernel: Kernel, op: Op, semaphores: set[Any]) -> bool:
     """True if an op is a step by which TMA accumulates tiles under these semaphores."""
     match op:
-        case SemaphoreAcquire():
-            adds = {o.semaphore.tensor for o in kernel.ops() if isinstance(o, OrderedAdd) and o.semaphore}
+        case pipe.SemaphoreAcquire():
+            adds = {o.semaphore.tensor for o in only(kernel.ops(), tile.OrderedAdd) if o.semaphore}
             return op.semaphore.tensor not in adds
-        case SemaphoreRelease():
+        case pipe.SemaphoreRelease():
             return kernel.through(op.semaphore) in semaphores
-        case TmaStore():
+        case pipe.TmaStore():
             return op.order is not None
-        case TmaStoreWait():
-            return any(
-                isinstance(o, TmaStore) and o.order is not None and o.staging == op.staging for o in kernel.ops()
-            )
+        case pipe.TmaStoreWait():
+            return any(o.order is not None and o.staging == op.staging for o in only(kernel.ops(), pipe.TmaStore))
     return False
 
 
-def _target(kernel: Kernel, op: Load | TmaStore | Store) -> tuple[str, tuple[Any, ...]]:
+def _target(kernel: Kernel, op: tile.Load | pipe.TmaStore | tile.Store) -> tuple[str, tuple[Any, ...]]:
     """The tensor that an op loads from or stores to, and the indices."""
-    if isinstance(op, TmaStore):
+    if isinstance(op, pipe.TmaStore):
         return op.dst.tensor, op.dst.index
     tensor, index = kernel.accessed(op)
     return tensor.name, index
 
 
-def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, tuple[Ranges, bool], tuple[bool, bool]]]:
+def _runs(op: Op) -> Iterator[tuple[str, pipe.Ranges, str | None, tuple[pipe.Ranges, bool], tuple[bool, bool]]]:
     """The tiles of a loop, by class: (class, ranges, list, heads and whether all heads run at each tile, whether tiles
     are reversed and whether they are visited in order)."""
-    if isinstance(op, Loop):
+    if isinstance(op, tile.Loop):
         yield op.cls, op.ranges, op.listed, (op.heads, op.by_tile), (op.reversed, False)
-    if isinstance(op, PipelinedLoop):
+    if isinstance(op, pipe.PipelinedLoop):
         yield "partial", op.partial, op.listed, (op.heads, op.by_tile), (op.reversed, op.in_order)
         yield "full", op.full, op.listed, (op.heads, op.by_tile), (False, op.in_order)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.core import TENSORS
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.expr_text import to_text
@@ -14,7 +15,6 @@ from attngen.ir.host import Alloc, Host, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import CALL_ROWS, SHAPES, START_RANKS, STARTS, WHOLE_LENGTHS
-from attngen.ir.ops import Arg, ListPosition
 from attngen.tiles.tiles import tile_loops
 
 _ARGUMENTS = {name: dims for names in (STARTS, START_RANKS) for name, dims in names.values()}
@@ -56,9 +56,9 @@ def _is_position(kernel: Kernel, e: Expr, axis: str) -> bool:
     if e == 0:
         return True
     op = kernel.op(str(e)) if str(e) in kernel.graph else None
-    if not isinstance(op, ListPosition):
+    if not isinstance(op, tile.ListPosition):
         return False
-    if isinstance(kernel.op(op.src), Arg):
+    if isinstance(kernel.op(op.src), tile.Arg):
         return op.src == START_RANKS[axis][0]
     return _is_position(kernel, op.tile, axis)
 

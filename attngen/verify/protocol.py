@@ -49,24 +49,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from attngen.interp.numeric import compiled
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Loop
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-    ProducerTail,
-    TmaStore,
-    TmaStoreWait,
-    Wgmma,
-    WgmmaWait,
-    ZeroOutOfBounds,
-)
-from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier, WorkLoop
 from attngen.verify.automata import Protocol, Step, TileLoop, WarpGroupSteps
 from attngen.verify.machine import violation
 
@@ -86,7 +72,7 @@ def protocol(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def _tile_of(kernel: Kernel, warp_group: Block) -> Block:
     """The block that a warp group runs for a work tile: the body of its `work_loop`, or its own block."""
-    work = next((op for op in warp_group.ops if isinstance(op, WorkLoop)), None)
+    work = next(only(warp_group.ops, pipe.WorkLoop), None)
     return kernel.block(work.body) if work else warp_group
 
 
@@ -94,18 +80,18 @@ def _shape(kernel: Kernel, warp_group: Block) -> str:
     """The proof assumes that a warp group runs, for a work tile, one loop with steps before and after it. Return why it
     does not; empty text if it does."""
     ops = _tile_of(kernel, warp_group).ops
-    loops = [op for op in ops if isinstance(op, (Loop, PipelinedLoop))]
-    bodies = {(op.body,) if isinstance(op, Loop) else op.bodies for op in loops}
-    if len(bodies) > 1 or sum(isinstance(op, PipelinedLoop) for op in loops) > 1:
+    loops = list(only(ops, tile.Loop, pipe.PipelinedLoop))
+    bodies = {(op.body,) if isinstance(op, tile.Loop) else op.bodies for op in loops}
+    if len(bodies) > 1 or sum(isinstance(op, pipe.PipelinedLoop) for op in loops) > 1:
         return "has loops over several bodies; expected one body, or one pipelined_loop"
     if any(
-        isinstance(op, (Loop, PipelinedLoop, WorkLoop))
+        isinstance(op, (tile.Loop, pipe.PipelinedLoop, pipe.WorkLoop))
         for names in bodies
         for name in names
         for op in kernel.block(name).ops
     ):
         return "has a loop inside a loop"
-    if ops is not warp_group.ops and any(isinstance(op, (Loop, PipelinedLoop)) for op in warp_group.ops):
+    if ops is not warp_group.ops and any(only(warp_group.ops, tile.Loop, pipe.PipelinedLoop)):
         return "has a loop outside of its work_loop"
     between = ops[ops.index(loops[0]) : ops.index(loops[-1])] if loops else ()
     steps = [step.kind for step in _steps(kernel, (op for op in between if op not in loops))]
@@ -115,7 +101,7 @@ def _shape(kernel: Kernel, warp_group: Block) -> str:
 def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     """The protocol of a kernel for the values of a config."""
     # Pipelines of tile metadata (`metadata_of`) share the barriers of their tiles' pipeline.
-    pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.metadata_of]
+    pipelines = [op for op in only(kernel.ops(), pipe.Pipeline) if not op.metadata_of]
     stages = tuple((pipeline.name, int(compiled(pipeline.stages)(values))) for pipeline in pipelines)
     warp_groups = tuple(_steps_of_warp_group(kernel, warp_group) for warp_group in kernel.warp_groups)
     per_instance = tuple((pipeline.name, pipeline.per_instance) for pipeline in pipelines)
@@ -131,20 +117,20 @@ def _steps_of_warp_group(kernel: Kernel, warp_group: Block) -> WarpGroupSteps:
     after: list[Step] = []
     loop = TileLoop((), ())
     for op in _tile_of(kernel, warp_group).ops:
-        if isinstance(op, PipelinedLoop):
+        if isinstance(op, pipe.PipelinedLoop):
             first = op.first or op.step
             bodies = (
                 kernel.block(body).ops if body else () for body in (first, op.step, op.last, op.skip, op.odd, op.pair)
             )
             loop = TileLoop(*(tuple(_steps(kernel, ops)) for ops in bodies))
-        elif isinstance(op, Loop):
+        elif isinstance(op, tile.Loop):
             body = tuple(_steps(kernel, kernel.block(op.body).ops))
             loop = TileLoop(body, body)
         else:
             seen_loop = loop != TileLoop((), ())
             (after if seen_loop else before).extend(_steps(kernel, (op,)))
     name, instances = warp_group.name, warp_group.warp_group.instances
-    work = next((op for op in warp_group.ops if isinstance(op, WorkLoop)), None)
+    work = next(only(warp_group.ops, pipe.WorkLoop), None)
     if not work:
         return WarpGroupSteps(name, tuple(before), loop, tuple(after), instances)
     at = warp_group.ops.index(work)
@@ -165,36 +151,36 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
     """The synchronization steps of ops; other ops, such as reads and arithmetic, have none."""
     for op in ops:
         match op:
-            case ProducerLoad() if not _is_metadata(kernel, op.pipeline):
+            case pipe.ProducerLoad() if not _is_metadata(kernel, op.pipeline):
                 yield Step("producer_load", op.pipeline)
-            case ConsumerWait():
+            case pipe.ConsumerWait():
                 yield Step("consumer_wait", op.pipeline)
-            case ConsumerRelease():
+            case pipe.ConsumerRelease():
                 yield Step("consumer_release", _pipeline_of(kernel, op.value))
-            case ZeroOutOfBounds():
+            case pipe.ZeroOutOfBounds():
                 yield Step("zero_out_of_bounds", _pipeline_of(kernel, op.value))
-            case ProducerStore():
+            case pipe.ProducerStore():
                 yield Step("producer_store", op.pipeline)
-            case ProducerTail():
+            case pipe.ProducerTail():
                 yield Step("producer_tail", op.pipeline)
-            case TmaStore():
+            case pipe.TmaStore():
                 yield Step("tma_store", op.staging)
-            case TmaStoreWait():
+            case pipe.TmaStoreWait():
                 yield Step("tma_store_wait", op.staging)
-            case SchedulerBarrier():
+            case pipe.SchedulerBarrier():
                 yield Step("scheduler_barrier", op.do)
-            case Wgmma():
+            case pipe.Wgmma():
                 yield Step(
                     "wgmma", op.name, tuple(pipeline for ref in (op.a, op.b) if (pipeline := _pipeline_of(kernel, ref)))
                 )
-            case WgmmaWait():
+            case pipe.WgmmaWait():
                 yield Step("wgmma_wait", op.value)
 
 
 def _is_metadata(kernel: Kernel, name: str) -> bool:
     """True if a pipeline has metadata of another one's tiles, and so no barriers of its own."""
     pipeline = kernel.op(name)
-    return isinstance(pipeline, Pipeline) and bool(pipeline.metadata_of)
+    return isinstance(pipeline, pipe.Pipeline) and bool(pipeline.metadata_of)
 
 
 def _pipeline_of(kernel: Kernel, ref: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.devices import CLASSES
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dropout, DropoutMask
 from attngen.tiles.sizes import elem_sizes
 
 
@@ -45,8 +46,8 @@ def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
 def dropout(module: Module, kernel: Kernel) -> Iterator[str]:
     """With dropout, a kernel that multiplies weights by V or by its gradient generates one dropout mask and applies it
     once. Other kernels have no dropout."""
-    masks = [op for op in kernel.ops() if isinstance(op, DropoutMask)]
-    applied = [op for op in kernel.ops() if isinstance(op, Dropout)]
+    masks = list(only(kernel.ops(), tile.DropoutMask))
+    applied = list(only(kernel.ops(), tile.Dropout))
     multiplied = kernel.dots and not {"V", "dO"}.isdisjoint(arg.name for arg in kernel.args)
     expected = 1 if module.dropout and multiplied else 0
     if (len(masks), len(applied)) != (expected, expected):

@@ -7,32 +7,10 @@ from typing import Any
 
 import networkx as nx
 
-from attngen.ir.core import Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, OrderedAdd, Store, Yield
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ProducerLoad,
-    ProducerStore,
-    ProducerTail,
-    ReadTileStart,
-    TmaStore,
-    TmaStoreWait,
-    WriteTileIndex,
-    WriteTileStart,
-    ZeroOutOfBounds,
-)
-from attngen.ir.pipe_control import (
-    PipelinedLoop,
-    PrefetchTile,
-    ReloadTile,
-    SchedulerBarrier,
-    SemaphoreAcquire,
-    SemaphoreRelease,
-    WorkLoop,
-    bodies_of,
-)
 
 
 def defined_in_scope(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -44,15 +22,15 @@ def defined_in_scope(module: Module, kernel: Kernel) -> Iterator[str]:
     if not nx.is_directed_acyclic_graph(kernel.graph):
         yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
     blocks = {block.name for block in kernel.blocks if not block.warp_group and block.name != "entry"}
-    per_tile = {op.of for op in kernel.ops() if isinstance(op, WorkLoop)}
+    per_tile = {op.of for op in only(kernel.ops(), pipe.WorkLoop)}
     around: dict[str, Op] = {}  # body -> the op that runs it
     homes: dict[str, set[str]] = {}  # body -> the blocks whose ops run it
     for op in kernel.ops():
-        for body in (*bodies_of(op), *([op.of] if isinstance(op, WorkLoop) else [])):
+        for body in (*pipe.bodies_of(op), *([op.of] if isinstance(op, pipe.WorkLoop) else [])):
             if body not in blocks:
                 yield f"%{op.name} runs @{body}, which is no body"
                 return
-        for body in bodies_of(op):
+        for body in pipe.bodies_of(op):
             around[body] = op
             homes.setdefault(body, set()).add(kernel.graph.nodes[op.name]["block"])
     for name in sorted(blocks - per_tile):
@@ -74,7 +52,7 @@ def _is_defined(kernel: Kernel, around: dict[str, Op], ref: str, place: dict[str
     seen = {"entry"}
     while place["block"] != source["block"] and place["block"] in around:
         op = around[place["block"]]
-        seen |= {op.of} if isinstance(op, WorkLoop) else set()
+        seen |= {op.of} if isinstance(op, pipe.WorkLoop) else set()
         place = kernel.graph.nodes[op.name]
     if place["block"] == source["block"]:
         return bool(source["order"] < place["order"])
@@ -82,24 +60,24 @@ def _is_defined(kernel: Kernel, around: dict[str, Op], ref: str, place: dict[str
 
 
 _EFFECTS = (
-    ConsumerRelease,
-    PrefetchTile,
-    ProducerLoad,
-    ProducerStore,
-    ProducerTail,
-    ReadTileStart,
-    ReloadTile,
-    SchedulerBarrier,
-    SemaphoreAcquire,
-    SemaphoreRelease,
-    Store,
-    TmaStore,
-    TmaStoreWait,
-    WorkLoop,
-    WriteTileIndex,
-    WriteTileStart,
-    Yield,
-    ZeroOutOfBounds,
+    pipe.ConsumerRelease,
+    pipe.PrefetchTile,
+    pipe.ProducerLoad,
+    pipe.ProducerStore,
+    pipe.ProducerTail,
+    pipe.ReadTileStart,
+    pipe.ReloadTile,
+    pipe.SchedulerBarrier,
+    pipe.SemaphoreAcquire,
+    pipe.SemaphoreRelease,
+    tile.Store,
+    pipe.TmaStore,
+    pipe.TmaStoreWait,
+    pipe.WorkLoop,
+    pipe.WriteTileIndex,
+    pipe.WriteTileStart,
+    tile.Yield,
+    pipe.ZeroOutOfBounds,
 )
 
 
@@ -108,19 +86,24 @@ def all_used(module: Module, kernel: Kernel) -> Iterator[str]:
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
         acts = isinstance(op, _EFFECTS)
-        acts |= isinstance(op, Arg) and op.role != "carry"
-        acts |= isinstance(op, Arg) and op.role == "carry" and _is_read_in_other_body(kernel, op)
-        acts |= any(isinstance(o, (OrderedAdd, ProducerLoad)) for body in bodies_of(op) for o in kernel.block(body).ops)
+        acts |= isinstance(op, tile.Arg) and op.role != "carry"
+        acts |= isinstance(op, tile.Arg) and op.role == "carry" and _is_read_in_other_body(kernel, op)
+        acts |= any(
+            isinstance(o, (tile.OrderedAdd, pipe.ProducerLoad))
+            for body in pipe.bodies_of(op)
+            for o in kernel.block(body).ops
+        )
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
 
 
-def _is_read_in_other_body(kernel: Kernel, arg: Arg) -> bool:
+def _is_read_in_other_body(kernel: Kernel, arg: tile.Arg) -> bool:
     """True if another body of a carried value's loop reads the value. A loop has several bodies if even and odd
     iterations differ."""
     home = kernel.block_of(arg).name
     loop = next(
-        (op for op in kernel.ops() if isinstance(op, PipelinedLoop) and (op.odd or op.pair) and home in op.bodies), None
+        (op for op in only(kernel.ops(), pipe.PipelinedLoop) if (op.odd or op.pair) and home in op.bodies),
+        None,
     )
     names = {f"{loop.field_of(arg.name, home)}_in_{body}" for body in loop.bodies} if loop else set()
     return any(kernel.graph.out_degree(name) for name in names & set(kernel.graph))

@@ -7,19 +7,12 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.expr import LARGEST, Expr, exp2, finite, log2, select
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import (
-    Loop,
-    Map,
-    Mask,
-    Scatter,
-    SoftmaxStep,
-    Store,
-)
 from attngen.verify.algebra import LOG2E, equal, normal, same
 from attngen.verify.values import PRODUCT, SCALE, Header, Values
 
@@ -35,14 +28,14 @@ def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[E
     M_ALL, and multiplies the weights, or its sums of them, by the same element of INV_L_ALL (see `_normalised`).
     """
     for op in kernel.ops():
-        if isinstance(op, SoftmaxStep):
+        if isinstance(op, tile.SoftmaxStep):
             shift = values.of(op.shift) if op.shift else sympy.Integer(0)
             yield (
                 op,
                 (values.of(op.scale) if op.scale else sympy.Integer(1)) * values.of(op.s) + shift,
                 [sympy.Integer(0)],
             )
-        elif isinstance(op, Map) and (power := power_of(op)) is not None:
+        elif isinstance(op, tile.Map) and (power := power_of(op)) is not None:
             exponent = values.expression(power, op).args[0]
             sums = {x: values.elements[x] for x in sorted(exponent.free_symbols, key=str) if x in values.elements}
             rows = [e for x, tensor in sums.items() if tensor in ROW_SUMS for e in _subtracted(x, tensor)]
@@ -50,7 +43,7 @@ def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[E
                 yield op, exponent, rows
 
 
-def power_of(op: Map) -> Expr | None:
+def power_of(op: tile.Map) -> Expr | None:
     """The power of 2 in a map that computes one, or one times a number per row; None for other maps."""
     e = op.expr
     if e.is_Mul and len(e.args) == 2 and any(x.is_Symbol for x in e.args):
@@ -66,7 +59,7 @@ def _subtracted(x: Expr, tensor: str) -> list[Expr]:
     return [select(e > -sympy.oo, LOG2E * x, sympy.oo) for e in (x, LOG2E * x)]
 
 
-def _normalised(op: Map, values: Values) -> bool:
+def _normalised(op: tile.Map, values: Values) -> bool:
     """True if weights that a map recomputes with the row's maximum are normalized by the row's sum.
 
     The map does that itself. Or each value that a loop carries is normalized where it is read, after the loops, which
@@ -87,14 +80,16 @@ def _normalised(op: Map, values: Values) -> bool:
     readers = [
         (other, ref)
         for other in kernel.ops()
-        if not isinstance(other, Loop)
+        if not isinstance(other, tile.Loop)
         for ref in other.operands()
         if ref in results
     ]
     normalised = [
-        isinstance(other, Map) and str(values.of(other.name) / values.of(ref)) == inverse for other, ref in readers
+        isinstance(other, tile.Map) and str(values.of(other.name) / values.of(ref)) == inverse for other, ref in readers
     ]
-    linear = not any(isinstance(other, (Scatter, Store)) or is_logarithm(kernel, values, other) for other in in_loops)
+    linear = not any(
+        isinstance(other, (tile.Scatter, tile.Store)) or is_logarithm(kernel, values, other) for other in in_loops
+    )
     return linear and all(normalised)
 
 
@@ -111,15 +106,15 @@ def scores(module: Module, kernel: Kernel) -> Iterator[str]:
     if scored and not weights and any(arg.name in ROW_SUMS for arg in kernel.args):
         yield "computes no weights of its scores; expected a softmax_step, or exp2 of scores less LSE2 or M_ALL"
     for op in kernel.ops():
-        readers = {n for n in kernel.graph.successors(op.name) if not isinstance(kernel.op(n), Mask)} - weights
+        readers = {n for n in kernel.graph.successors(op.name) if not isinstance(kernel.op(n), tile.Mask)} - weights
         readers = {n for n in readers if not is_logarithm(kernel, values, kernel.op(n))}
-        if isinstance(op, Mask) and weights and readers:
+        if isinstance(op, tile.Mask) and weights and readers:
             yield f"%{min(readers)} reads the masked scores %{op.name}, and computes no weights from them"
     for op, exponent, subtracted in made_by:
         masked = {
             s: values.others[s]
             for s in exponent.free_symbols
-            if s in values.others and isinstance(kernel.op(values.others[s]), Mask)
+            if s in values.others and isinstance(kernel.op(values.others[s]), tile.Mask)
         }
         factor = sympy.expand(exponent).coeff(next(iter(masked))) if masked else sympy.Integer(1)
         number, rest = factor.as_coeff_Mul()
@@ -127,7 +122,7 @@ def scores(module: Module, kernel: Kernel) -> Iterator[str]:
         made = _unlimited(exponent.xreplace({s: values.conditions(ref)[1] for s, ref in masked.items()}), score)
         right = LOG2E * score
         rising = len(masked) < 2 and number > 0 and rest in (sympy.Integer(1), SCALE, LOG2E, LOG2E * SCALE)
-        if isinstance(op, Map) and not _normalised(op, values):
+        if isinstance(op, tile.Map) and not _normalised(op, values):
             expected = "the weights of M_ALL, or all sums of them, times INV_L_ALL of the row; other weights unscaled"
             yield f"%{op.name} is `{to_text(values.of(op.name))}`; expected {expected}"
         if not (rising and any(equal(made, right - x) for x in subtracted)):
@@ -167,17 +162,17 @@ def _unlimited(e: Expr, score: Expr) -> Expr:
 def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
     """True if an op is log2 of a weight where that is positive, and 0 elsewhere, so that 0 is never multiplied by an
     infinity."""
-    if not isinstance(op, Map) or not isinstance(op.expr, select):
+    if not isinstance(op, tile.Map) or not isinstance(op.expr, select):
         return False
     positive, logarithm, otherwise = op.expr.args
     compared = dict(op.uses).get(str(positive.args[0]), "") if positive.is_Relational else ""
     weight = kernel.op(compared) if compared else None
-    if isinstance(weight, SoftmaxStep):
+    if isinstance(weight, tile.SoftmaxStep):
         scale = values.of(weight.scale) if weight.scale else sympy.Integer(1)
         expected = scale * (values.of(weight.s) - values.of(f"{weight.name}.m"))
-    elif isinstance(weight, Map) and isinstance(weight.expr, exp2):
+    elif isinstance(weight, tile.Map) and isinstance(weight.expr, exp2):
         expected = values.of(weight.name).args[0]
-    elif isinstance(weight, Map) and power_of(weight) is not None:
+    elif isinstance(weight, tile.Map) and power_of(weight) is not None:
         return positive == (positive.args[0] > 0) and otherwise == 0 and logarithm == log2(positive.args[0])
     else:
         return False
@@ -186,7 +181,7 @@ def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
 
 def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
     """Kernels that store LSE take the maximum of each row's maximum and the header's sink, if it has one."""
-    steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
+    steps = list(only(kernel.ops(), tile.SoftmaxStep))
     names = {arg.name for arg in kernel.args}
     if not (steps or kernel.combines_splits) or "LSE" not in names:
         return
@@ -194,14 +189,14 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
     scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)
     maxima = [
         op
-        for op in kernel.block("entry").ops
-        if isinstance(op, Map) and isinstance(op.expr, sympy.Max) and len(op.type.dims) == 1
+        for op in only(kernel.block("entry").ops, tile.Map)
+        if isinstance(op.expr, sympy.Max) and len(op.type.dims) == 1
     ]
     if len(maxima) != (sink is not None):
         expected = "one, as the header has a sink" if sink is not None else "none"
         yield f"{len(maxima)} sinks are added to a row's softmax; expected {expected}"
     for op in maxima if sink is not None else ():
-        carried = [values.of(ref) for _, ref in op.uses if isinstance(kernel.op(ref), Loop)]
+        carried = [values.of(ref) for _, ref in op.uses if isinstance(kernel.op(ref), tile.Loop)]
         right = (sympy.Max(scale * m, finite(LOG2E * header.here(sink))) for m in carried)
         if not any(equal(values.of(op.name), x) for x in right):
             found = to_text(values.of(op.name))

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.heuristics import LEAST_SHARED
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of
 from attngen.ir.expr import cdiv, conjuncts, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Load, OrderedAccumulate, OrderedAdd, Scatter, Store
 from attngen.tiles.sizes import tile_width
 
 
@@ -26,7 +27,7 @@ def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
     split = kernel.split_d_axis
     if split is None:
         found = {axis_of(e) for op in kernel.ops() for e in op.expressions} & SPLIT_DIM.keys()
-        if found or any(isinstance(op, Store) and op.first_along for op in kernel.ops()):
+        if found or any(op.first_along for op in only(kernel.ops(), tile.Store)):
             yield "it has a part of the columns, or a store of the first program only, and no grid axis splits columns"
         yield from (
             f"{config.device}: BLOCK_D={config.columns}, and its programs do not split columns"
@@ -43,24 +44,24 @@ def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         if getattr(op, "over", "") == own:
             yield f"%{op.name} sums {own} columns only; expected all of {WHOLE[own]}"
-        if isinstance(op, Scatter) and (symbol(f"{split.var}_start") < 1) not in conjuncts(op.where):
+        if isinstance(op, tile.Scatter) and (symbol(f"{split.var}_start") < 1) not in conjuncts(op.where):
             condition = f"`{split.var}_start < 1` in its condition"
             yield f"%{op.name} writes what all programs along {split.var} write; expected {condition}"
-        if isinstance(op, (OrderedAdd, OrderedAccumulate)):
+        if isinstance(op, (tile.OrderedAdd, tile.OrderedAccumulate)):
             yield f"%{op.name} adds in an order, which programs that split columns do not have"
         elif (
-            isinstance(op, Store)
+            isinstance(op, tile.Store)
             and op.first_along
             and (op.first_along != split.var or symbol(split.var) in op.dst.index)
         ):
             yield f"%{op.name} has first_along({op.first_along}); expected {split.var}, and no index of its columns"
-        if isinstance(op, Load) and op.columns_of and not _is_part(kernel, op):
+        if isinstance(op, tile.Load) and op.columns_of and not _is_part(kernel, op):
             part = f"its columns {split.var}, at the same rows of the same tensor"
             yield f"%{op.name} is no part of %{op.columns_of}; expected {part}"
     yield from _sizes(module, kernel, own)
 
 
-def _is_part(kernel: Kernel, op: Load) -> bool:
+def _is_part(kernel: Kernel, op: tile.Load) -> bool:
     """True if a load has the program's columns of the tile that `columns_of` names, with the same checks of rows."""
     whole = kernel.op(op.columns_of or "")
     axis = axis_of(op.src.index[-1])
@@ -70,7 +71,7 @@ def _is_part(kernel: Kernel, op: Load) -> bool:
     index = tuple(e.xreplace(letters) for e in op.src.index)
     rows = {check for check in op.check if check[0] not in SPLIT_DIM}
     return (
-        isinstance(whole, Load)
+        isinstance(whole, tile.Load)
         and axis in SPLIT_DIM
         and (whole.src.tensor, whole.src.index) == (op.src.tensor, index)
         and rows == {check for check in whole.check if check[0] not in COLUMN_DIM}
@@ -83,8 +84,8 @@ def _sizes(module: Module, kernel: Kernel, own: str) -> Iterator[str]:
     axis, width = next(letter for letter, dim in SPLIT_DIM.items() if dim == own), module.widths[WHOLE[own]]
     accesses = [
         op
-        for op in kernel.ops()
-        if isinstance(op, (Load, Store)) and axis in (op.dst if isinstance(op, Store) else op.src).axes()
+        for op in only(kernel.ops(), tile.Load, tile.Store)
+        if axis in (op.dst if isinstance(op, tile.Store) else op.src).axes()
     ]
     unchecked = [op for op in accesses if (axis, "always") not in op.check]
     for config in _configs(module, kernel):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import networkx as nx
 import sympy
 
-from attngen.ir.core import DTYPE_BYTES, TENSORS, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import DTYPE_BYTES, TENSORS, Type, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, dimension
 from attngen.ir.dtypes import result_type
 from attngen.ir.expr import cdiv, symbol
@@ -16,17 +17,6 @@ from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import AXES, BLOCKS, DIMS
-from attngen.ir.ops import (
-    Arg,
-    Load,
-    Loop,
-    OrderedAccumulate,
-    OrderedAdd,
-    Scatter,
-    Store,
-    Yield,
-)
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import head_range, ranges, shared, sharing
 from attngen.verify.header import names_in
@@ -49,7 +39,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         for t in op.results().values():
             if t.dtype not in known:
                 yield f"%{op.name} is of `{t.dtype}`; expected one of {', '.join(known)}"
-        if isinstance(op, Arg) and op.name == "O" and op.type.dtype != result:
+        if isinstance(op, tile.Arg) and op.name == "O" and op.type.dtype != result:
             yield f"%O is of `{op.type.dtype}`; expected {result}, as the header's dtype says"
 
 
@@ -84,24 +74,24 @@ def _blocks(kernel: Kernel) -> Iterator[str]:
 def _accessed_roles(kernel: Kernel) -> Iterator[str]:
     """Loads read inputs, and stores write outputs."""
     for op in kernel.ops():
-        if isinstance(op, (Load, Store)):
-            tensor, role = kernel.accessed(op)[0], "out" if isinstance(op, Store) else "in"
-            more = ["inout"] if role == "in" else ["sum"] if isinstance(op, OrderedAdd) else ["inout", "scratch"]
-            if not isinstance(tensor, Arg) or tensor.role not in (role, *more):
-                does = "reads" if role == "in" else "adds to" if isinstance(op, OrderedAdd) else "writes"
+        if isinstance(op, (tile.Load, tile.Store)):
+            tensor, role = kernel.accessed(op)[0], "out" if isinstance(op, tile.Store) else "in"
+            more = ["inout"] if role == "in" else ["sum"] if isinstance(op, tile.OrderedAdd) else ["inout", "scratch"]
+            if not isinstance(tensor, tile.Arg) or tensor.role not in (role, *more):
+                does = "reads" if role == "in" else "adds to" if isinstance(op, tile.OrderedAdd) else "writes"
                 yield f"%{op.name} {does} %{tensor.name}, which is no tensor of role `{role}`"
 
 
 def _arguments(module: Module, kernel: Kernel) -> Iterator[str]:
     """Arguments have roles that fit their block, tensors have known dimensions, and all outputs are written."""
-    ordered = (op for op in kernel.ops() if isinstance(op, (OrderedAdd, OrderedAccumulate)))
-    stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
+    ordered = only(kernel.ops(), tile.OrderedAdd, tile.OrderedAccumulate)
+    stores = [op.dst.tensor for op in only(kernel.ops(), tile.Scatter, tile.Store)]
     stores += [op.semaphore.tensor for op in ordered if op.semaphore]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     lengths = {i.name for i in module.inputs if i.is_size}
     for block in kernel.blocks:
         roles = (*TENSORS, "scalar") if block.name == "entry" else ("carry",)
-        for op in (op for op in block.ops if isinstance(op, Arg)):
+        for op in only(block.ops, tile.Arg):
             if op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
             dims = op.type.dims if op.role in TENSORS else ()
@@ -119,7 +109,7 @@ def references(module: Module, kernel: Kernel) -> Iterator[str]:
         for ref in op.operands():
             source, _, field = ref.partition(".")
             op_of = kernel.op(source)
-            known = dict(op_of.carry) if isinstance(op_of, (Loop, PipelinedLoop)) else op_of.results()
+            known = dict(op_of.carry) if isinstance(op_of, (tile.Loop, pipe.PipelinedLoop)) else op_of.results()
             if field not in known:
                 results = ", ".join(f".{k}" if k else "one result" for k in known) or "none"
                 yield f"%{op.name} reads %{ref}; %{source} has {results}"
@@ -156,18 +146,18 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from _loop_fields(kernel, loop)
 
 
-def _runs_over_all(kernel: Kernel, loop: Loop) -> bool:
+def _runs_over_all(kernel: Kernel, loop: tile.Loop) -> bool:
     """True if a loop visits all tiles of its axis: the program axis where programs visit all its tiles, either axis in
     a kernel that prepares tensors, or the splits of a sequence, which a program combines."""
     own = kernel.visits_all_tiles and loop.var == kernel.program_axis
     return own or (kernel.prepares and loop.var in AXIS_EXTENT) or loop.var == "KV_splits"
 
 
-def _runs_over_tiles(kernel: Kernel, loop: Loop) -> bool:
+def _runs_over_tiles(kernel: Kernel, loop: tile.Loop) -> bool:
     return loop.var in AXIS_EXTENT and not _runs_over_all(kernel, loop)
 
 
-def _loop_class(kernel: Kernel, loop: Loop) -> Iterator[str]:
+def _loop_class(kernel: Kernel, loop: tile.Loop) -> Iterator[str]:
     over_tiles = _runs_over_tiles(kernel, loop)
     if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
         if over_tiles:
@@ -181,7 +171,7 @@ def _loop_class(kernel: Kernel, loop: Loop) -> Iterator[str]:
         yield f"%{loop.name} runs over a list, and has class `all`; expected no list, as it leaves none out"
 
 
-def _loop_range(kernel: Kernel, loop: Loop) -> Iterator[str]:
+def _loop_range(kernel: Kernel, loop: tile.Loop) -> Iterator[str]:
     if not loop.ranges:
         yield f"%{loop.name} has no range; expected one at least, as in ranges(0 .. 1)"
     if loop.var in {axis.var for axis in kernel.grid}:
@@ -202,7 +192,7 @@ def _loop_range(kernel: Kernel, loop: Loop) -> Iterator[str]:
         yield f"%{loop.name} is in no loop over the tiles of {kernel.program_axis}, one of which its mask needs"
 
 
-def _loop_heads(kernel: Kernel, loop: Loop) -> Iterator[str]:
+def _loop_heads(kernel: Kernel, loop: tile.Loop) -> Iterator[str]:
     in_group = len(loop.heads) == 1 and head_range(kernel, loop)[1] == (0, dimension("group"))
     if loop.heads and not (in_group and kernel.adds_in_order and _runs_over_tiles(kernel, loop)):
         yield (
@@ -213,16 +203,16 @@ def _loop_heads(kernel: Kernel, loop: Loop) -> Iterator[str]:
         yield f"%{loop.name} runs each tile for all heads, and has no heads"
 
 
-def _loop_direction(loop: Loop) -> Iterator[str]:
+def _loop_direction(loop: tile.Loop) -> Iterator[str]:
     if loop.reversed:
         yield f"%{loop.name} is reversed; expected this only in a warp group that loads tiles for others"
 
 
-def _loop_fields(kernel: Kernel, loop: Loop) -> Iterator[str]:
+def _loop_fields(kernel: Kernel, loop: tile.Loop) -> Iterator[str]:
     ops = kernel.block(loop.body).ops
     starts = {f: kernel.type_of(r) for f, r in loop.carry}
-    args = {op.name: op.type for op in ops if isinstance(op, Arg)}
-    yields = [op for op in ops if isinstance(op, Yield)]
+    args = {op.name: op.type for op in only(ops, tile.Arg)}
+    yields = list(only(ops, tile.Yield))
     if len(yields) != 1 or ops[-1] is not yields[0]:
         yield f"@{loop.body} does not end with its one yield"
     elif not (starts == args == {f: kernel.type_of(r) for f, r in yields[0].values}):
@@ -281,7 +271,7 @@ def latents(module: Module, kernel: Kernel) -> Iterator[str]:
     values = Values(kernel)
     for dot in kernel.dots if module.rope else ():
         op = latent_load(values, dot.b) or kernel.op(dot.b)
-        if dot.over == AXIS_DIM["kv"] and not (isinstance(op, Load) and kernel.accessed(op)[0].name == expected):
+        if dot.over == AXIS_DIM["kv"] and not (isinstance(op, tile.Load) and kernel.accessed(op)[0].name == expected):
             yield f"%{dot.name} multiplies weights by %{dot.b}; expected a tile of %{expected}{scaled}"
 
 

@@ -6,6 +6,7 @@ import keyword
 from collections.abc import Iterator
 from typing import Any
 
+from attngen.ir import tile
 from attngen.ir.core import Op
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, PADDED, SPLIT_DIM, WHOLE
 from attngen.ir.expr import cdiv, floordiv, mod, symbol_names
@@ -14,21 +15,6 @@ from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import ROW_AXES
-from attngen.ir.ops import (
-    Arg,
-    Base,
-    CacheLength,
-    CountTiles,
-    Gather,
-    ListPosition,
-    Load,
-    Map,
-    Mask,
-    Reduce,
-    Scatter,
-    SoftmaxStep,
-    Store,
-)
 from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}
@@ -57,7 +43,19 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
     scalars = {
         op.name
         for op in kernel.ops()
-        if isinstance(op, (Arg, CountTiles, Gather, CacheLength, Load, Map, ListPosition, Reduce))
+        if isinstance(
+            op,
+            (
+                tile.Arg,
+                tile.CountTiles,
+                tile.Gather,
+                tile.CacheLength,
+                tile.Load,
+                tile.Map,
+                tile.ListPosition,
+                tile.Reduce,
+            ),
+        )
         and not op.results()[""].dims
     }
     divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
@@ -75,10 +73,10 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
             for quotient in e.atoms(floordiv, cdiv, mod):
                 if not (quotient.args[1].is_positive or str(quotient.args[1]) in divisors):
                     yield f"%{op.name}: `{to_text(quotient)}` divides by a number that is not known to be positive"
-    steps = sum(isinstance(op, SoftmaxStep) for op in kernel.ops())
+    steps = sum(isinstance(op, tile.SoftmaxStep) for op in kernel.ops())
     if steps > 1:
         yield f"{steps} softmax steps; expected one"
-    taken = RESERVED | kernel.variables - set(AXIS_DIM) | (set(SoftmaxStep.FIELDS) if steps else set())
+    taken = RESERVED | kernel.variables - set(AXIS_DIM) | (set(tile.SoftmaxStep.FIELDS) if steps else set())
     for op in kernel.ops():
         private = op.name.startswith("_") and op.results()
         plain = op.name.isascii() and op.name.isidentifier() and not private
@@ -99,22 +97,23 @@ def _positions(kernel: Kernel, op: Op) -> set[str]:
         known |= {f"{name}_start" if name in AXIS_DIM else name for name in loop.variables}
         known |= {f"_{loop.var}_row"} if kernel.places and loop.var in AXIS_DIM else set()
         axes |= {loop.var} & set(AXIS_DIM)
-    if isinstance(op, (Gather, Map, Mask, Scatter)):
-        indexed = AXIS_DIM if isinstance(op, Mask) else axes
+    if isinstance(op, (tile.Gather, tile.Map, tile.Mask, tile.Scatter)):
+        indexed = AXIS_DIM if isinstance(op, tile.Mask) else axes
         known |= {f"{a}_idx" for a in indexed if AXIS_DIM[a] in dimensions(kernel, op)}
-        known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
-    elif isinstance(op, (Base, CountTiles, CacheLength, Load, Store)):
+        known |= _facts_rows(kernel, op) if isinstance(op, tile.Mask) else set()
+    elif isinstance(op, (tile.Base, tile.CountTiles, tile.CacheLength, tile.Load, tile.Store)):
         known |= axes | columns | {*COLUMN_DIM, AXIS_EXTENT[kernel.program_axis]}
     return known
 
 
-def _facts_rows(kernel: Kernel, op: Mask) -> set[str]:
+def _facts_rows(kernel: Kernel, op: tile.Mask) -> set[str]:
     """The values with one number for each row of the program tile, which facts may name."""
     names = {str(s) for fact in op.known for e in fact[1:] for s in e.free_symbols} & kernel.graph.nodes.keys()
     return {
         n
         for n in names
-        if isinstance(kernel.op(n), (Gather, Load)) and kernel.type_of(n).dims == (AXIS_DIM[kernel.program_axis],)
+        if isinstance(kernel.op(n), (tile.Gather, tile.Load))
+        and kernel.type_of(n).dims == (AXIS_DIM[kernel.program_axis],)
     }
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import sympy
 
 from attngen.heuristics import STRIP
-from attngen.ir.core import Access, Op
+from attngen.ir import tile
+from attngen.ir.core import Access, Op, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import conjuncts, select, symbol, symbol_names
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
-from attngen.ir.ops import Base, Dot, Gather, ListPosition, Load, Map, Mask, Reduce
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import ranges
 from attngen.tiles.boundary import PLACES, data_of, is_full_unless, unswitch_condition
@@ -55,12 +55,12 @@ def _at_end(kernel: Kernel, made: str, name: str, end: Any, rising: set[str]) ->
     """True if `made` is the first or last row (`end`) of the value `name`, loaded from a tensor whose numbers never
     decrease."""
     one, rows = kernel.op(made), kernel.op(name)
-    if isinstance(one, Gather) and isinstance(rows, Gather):
+    if isinstance(one, tile.Gather) and isinstance(rows, tile.Gather):
         queries = sympy.Integer(0) if end == symbol("q_start") else symbol("queries") - 1
         packed = kernel.pack_gqa and gathers_per_query(rows) and rows.src.tensor in rising
         always = not one.type.dims and one.where == sympy.true
         return packed and always and one.src == Access(rows.src.tensor, (*rows.src.index[:-1], queries))
-    if not isinstance(one, Load) or not isinstance(rows, Load):
+    if not isinstance(one, tile.Load) or not isinstance(rows, tile.Load):
         return False
     (tensor, at), (other, index) = kernel.accessed(one), kernel.accessed(rows)
     at_end = tuple(end if str(e) == kernel.program_axis else e for e in index)
@@ -73,12 +73,12 @@ def _reduced(kernel: Kernel, made: str, name: str, kind: str, other: int) -> boo
     own, reduce = kernel.program_axis, kernel.op(made)
     rows: Op | None = (
         kernel.op(reduce.value)
-        if isinstance(reduce, Reduce) and (reduce.op, reduce.over) == (kind, AXIS_DIM[own])
+        if isinstance(reduce, tile.Reduce) and (reduce.op, reduce.over) == (kind, AXIS_DIM[own])
         else None
     )
     inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])
     return (
-        isinstance(rows, Map)
+        isinstance(rows, tile.Map)
         and rows.expr == select(inside, symbol(name), sympy.Integer(other))
         and dict(rows.uses) == {name: name}
     )
@@ -169,9 +169,9 @@ def out_of_bounds_keys(module: Module, kernel: Kernel) -> Iterator[str]:
     """A program that sums over keys masks keys past the end: they are loaded as zeros, and would count as scores."""
     inside = symbol("kv_idx") < symbol("Nk")
     sums = {loop.body for loop in kernel.loops if loop.var == "kv" and loop.cls != "all"}
-    sums |= {b.name for b in kernel.blocks if any(isinstance(op, Dot) and op.over == "BLOCK_KV" for op in b.ops)}
+    sums |= {b.name for b in kernel.blocks if any(op.over == "BLOCK_KV" for op in only(b.ops, tile.Dot))}
     for body in (b.name for b in kernel.blocks if b.name in sums):
-        parts = [p for op in kernel.block(body).ops if isinstance(op, Mask) for p in conjuncts(op.where)]
+        parts = [p for op in only(kernel.block(body).ops, tile.Mask) for p in conjuncts(op.where)]
         if sympy.false not in parts and not any(p == inside or implies(p, inside, "q", "kv") for p in parts):
             yield f"no mask in @{body} hides the keys from Nk on; expected a condition from which `kv_idx < Nk` follows"
 
@@ -181,7 +181,7 @@ def load_rows(module: Module, kernel: Kernel) -> Iterator[str]:
     none past the end. The kernel does not store to its tensor, where rows outside the range would be lost."""
     bodies = {loop.body for loop in kernel.loops if loop.cls != "all" and loop.var == kernel.loop_axis}
     extent = symbol(AXIS_EXTENT[kernel.loop_axis])
-    for body, op in ((b.name, op) for b in kernel.blocks for op in b.ops if isinstance(op, Load) and op.needed):
+    for body, op in ((b.name, op) for b in kernel.blocks for op in only(b.ops, tile.Load) if op.needed):
         if len(op.needed) > 1 or body not in bodies or kernel.loop_axis not in dict(op.check):
             expected = f"one range, in a loop over tiles, of a load that checks {kernel.loop_axis}"
             yield f"%{op.name} is limited to rows; expected {expected}"
@@ -217,7 +217,7 @@ def unswitch(module: Module, kernel: Kernel) -> Iterator[str]:
     """A mask with an `unswitch` condition is skipped only in tiles in which it is proven to hide nothing: where the
     condition does not hold."""
     for op in kernel.ops():
-        if not isinstance(op, Mask) or op.unswitch is None:
+        if not isinstance(op, tile.Mask) or op.unswitch is None:
             continue
         data = data_of(kernel, op)
         if not kernel.backend:
@@ -235,7 +235,7 @@ def unswitch(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{op.name} is skipped in tiles in which `{mask}` is not proven to hold; expected {hint}"
 
 
-def _unswitch_symbols(op: Mask, data: frozenset[str]) -> set[str]:
+def _unswitch_symbols(op: tile.Mask, data: frozenset[str]) -> set[str]:
     """The symbols that an unswitch condition may use: positions of tiles, and integers of the mask that do not vary by
     pair or come from data."""
     return (set(symbol_names(op.where)) - data - {"q_idx", "kv_idx"}) | {*PLACES}
@@ -252,7 +252,7 @@ def block_lists(module: Module, kernel: Kernel) -> Iterator[str]:
     data = module.blocks is not None and module.blocks.data
     for loop in kernel.loops if kernel.dots else ():
         base = kernel.op(loop.listed) if loop.listed else None
-        lists = isinstance(base, Base) and base.src.tensor == listed
+        lists = isinstance(base, tile.Base) and base.src.tensor == listed
         if loop.cls != "all" and module.blocks and not lists:
             yield f"%{loop.name} also visits tiles of masked blocks; expected `listed` with a row of %{listed}"
         if base is not None and (loop.cls == "all" or not module.blocks):
@@ -262,14 +262,14 @@ def block_lists(module: Module, kernel: Kernel) -> Iterator[str]:
         from_start = ranked != rank or not data  # the loop's blocks come first in the list
         for e in (e for pair in loop.ranges for e in pair) if lists else ():
             bound = kernel.op(str(e)) if str(e) in kernel.graph else None
-            ranks = kernel.op(bound.src) if isinstance(bound, ListPosition) else None
-            if not (e == 0 and from_start) and not (isinstance(ranks, Base) and ranks.src.tensor == ranked):
+            ranks = kernel.op(bound.src) if isinstance(bound, tile.ListPosition) else None
+            if not (e == 0 and from_start) and not (isinstance(ranks, tile.Base) and ranks.src.tensor == ranked):
                 expected = f"{'0 or ' * from_start}a position in %{ranked}"
                 yield f"%{loop.name} runs to or from `{to_text(e)}`; expected {expected}"
     size = module.blocks.size if module.blocks and (kernel.dots or kernel.counts_pairs) else None
     for config in module.configs(kernel.name):
-        tile = f"{config.device}: tiles of {config.block_q}x{config.block_kv}"
+        blocks_of = f"{config.device}: tiles of {config.block_q}x{config.block_kv}"
         if size and max(config.block_q, config.block_kv) > size:
-            yield f"{tile} do not divide blocks of {size}"
+            yield f"{blocks_of} do not divide blocks of {size}"
         if size and kernel.counts_pairs and (config.block_q, config.block_kv) != (size, STRIP):
-            yield f"{tile}; expected strips of blocks, {size}x{STRIP}"
+            yield f"{blocks_of}; expected strips of blocks, {size}x{STRIP}"

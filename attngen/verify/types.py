@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
+from attngen.ir import tile
 from attngen.ir.core import Access, Op, Type
 from attngen.ir.dims import AXIS_DIM, GROUPED, dimension
 from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names
@@ -16,33 +17,6 @@ from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import INTEGERS, ROW_AXES, START_RANKS
-from attngen.ir.ops import (
-    Append,
-    Arg,
-    Base,
-    CacheLength,
-    CountTiles,
-    Deinterleave,
-    Dot,
-    Dropout,
-    DropoutMask,
-    Gather,
-    Init,
-    Interleave,
-    ListPosition,
-    Load,
-    Loop,
-    Map,
-    Mask,
-    OrderedAccumulate,
-    OrderedAdd,
-    Reduce,
-    Scan,
-    Scatter,
-    Seed,
-    SoftmaxStep,
-    Store,
-)
 
 SCORES = ("BLOCK_Q", "BLOCK_KV")
 POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"))  # positions and sizes of tiles
@@ -59,7 +33,7 @@ def types(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from (f"%{op.name}: {reason}" for reason in errors(kernel, op)) if errors else ()
 
 
-def _dot_errors(kernel: Kernel, op: Dot) -> Iterator[str]:
+def _dot_errors(kernel: Kernel, op: tile.Dot) -> Iterator[str]:
     of = kernel.type_of
     a, b = of(op.a), of(op.b)
     if len(a.dims) != 2 or len(b.dims) != 2 or op.over not in a.dims or op.over not in b.dims:
@@ -74,7 +48,7 @@ def _dot_errors(kernel: Kernel, op: Dot) -> Iterator[str]:
         yield f"the accumulator is [{', '.join(of(op.acc).dims)}], the product [{', '.join(dims)}]"
 
 
-def _mask_errors(kernel: Kernel, op: Mask) -> Iterator[str]:
+def _mask_errors(kernel: Kernel, op: tile.Mask) -> Iterator[str]:
     of = kernel.type_of
     yield from (f"`{to_text(e)}` is no condition" for e in op.expressions if not isinstance(e, Boolean))
     yield from _uses_errors(kernel, op)
@@ -84,7 +58,7 @@ def _mask_errors(kernel: Kernel, op: Mask) -> Iterator[str]:
         yield f"applies `{op.when}`; expected always or partial"
 
 
-def _loop_errors(kernel: Kernel, op: Loop) -> Iterator[str]:
+def _loop_errors(kernel: Kernel, op: tile.Loop) -> Iterator[str]:
     of = kernel.type_of
     for e in (e for r in op.ranges for e in r):
         if _is_condition(e) or not is_integral(kernel, e, {}):
@@ -93,7 +67,7 @@ def _loop_errors(kernel: Kernel, op: Loop) -> Iterator[str]:
         yield f"visits tiles of the list %{op.listed}, which is no pointer"
 
 
-def _list_position_errors(kernel: Kernel, op: ListPosition) -> Iterator[str]:
+def _list_position_errors(kernel: Kernel, op: tile.ListPosition) -> Iterator[str]:
     of = kernel.type_of
     ranks = {name for name, _ in START_RANKS.values()}
     if (of(op.src).dtype != "ptr" and op.src not in ranks) or op.type.dtype != "i32" or op.type.dims:
@@ -102,10 +76,10 @@ def _list_position_errors(kernel: Kernel, op: ListPosition) -> Iterator[str]:
         yield f"`{to_text(op.tile)}` is no integer"
 
 
-def _count_tiles_errors(kernel: Kernel, op: CountTiles) -> Iterator[str]:
+def _count_tiles_errors(kernel: Kernel, op: tile.CountTiles) -> Iterator[str]:
     source, axis = kernel.op(op.src.tensor), op.src.index[-1]
     of_rows = (
-        isinstance(source, Arg)
+        isinstance(source, tile.Arg)
         and source.role == "in"
         and source.type.dtype == "i32"
         and len(op.src.index) == len(source.type.dims)
@@ -116,20 +90,20 @@ def _count_tiles_errors(kernel: Kernel, op: CountTiles) -> Iterator[str]:
         yield f"counts up to `{to_text(op.most)}`, which is no integer"
 
 
-def _seed_errors(kernel: Kernel, op: Seed) -> Iterator[str]:
+def _seed_errors(kernel: Kernel, op: tile.Seed) -> Iterator[str]:
     of = kernel.type_of
     if of(op.src) not in (Type("i64", (), s) for s in ("hbm", "?")) or (op.type.dtype, op.type.dims) != ("i64", ()):
         yield "is one i64, read from a tensor of one i64"
 
 
-def _dropout_mask_errors(kernel: Kernel, op: DropoutMask) -> Iterator[str]:
+def _dropout_mask_errors(kernel: Kernel, op: tile.DropoutMask) -> Iterator[str]:
     of = kernel.type_of
     one = [(of(r).dtype, of(r).dims) for r in (op.seed, op.threshold)]
     if one != [("i64", ()), ("i32", ())] or op.type.dtype != "b1" or sorted(op.type.dims) != ["BLOCK_KV", "BLOCK_Q"]:
         yield "needs a seed (i64) and a threshold (i32), and is b1 of BLOCK_Q and BLOCK_KV"
 
 
-def _dropout_errors(kernel: Kernel, op: Dropout) -> Iterator[str]:
+def _dropout_errors(kernel: Kernel, op: tile.Dropout) -> Iterator[str]:
     of = kernel.type_of
     if (
         of(op.value) != op.type
@@ -139,14 +113,14 @@ def _dropout_errors(kernel: Kernel, op: Dropout) -> Iterator[str]:
         yield "keeps the type of an f32 value, by a b1 of its dimensions"
 
 
-def _init_errors(kernel: Kernel, op: Init) -> Iterator[str]:
+def _init_errors(kernel: Kernel, op: tile.Init) -> Iterator[str]:
     whole = op.value.is_Integer and -(2**31) <= op.value < 2**31
     if not op.value.is_number or not (op.type.dtype == "f32" or (op.type.dtype == "i32" and whole)):
         value = to_text(op.value)
         yield f"starts at `{value}` as {op.type.dtype}; expected a number as f32, or an integer of 32 bits as i32"
 
 
-def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
+def _softmax_errors(kernel: Kernel, op: tile.SoftmaxStep) -> Iterator[str]:
     of = kernel.type_of
     row = op.type.dims[:1]
     if {of(r).dtype for r in (op.s, op.m)} != {"f32"} or (op.scale and of(op.scale).dims):
@@ -159,7 +133,7 @@ def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
         yield f"guards `{op.guard}`; expected always or partial"
 
 
-def _reduce_errors(kernel: Kernel, op: Reduce) -> Iterator[str]:
+def _reduce_errors(kernel: Kernel, op: tile.Reduce) -> Iterator[str]:
     of = kernel.type_of
     value = of(op.value).dims
     left = tuple(d for d in value if d != op.over)
@@ -169,14 +143,14 @@ def _reduce_errors(kernel: Kernel, op: Reduce) -> Iterator[str]:
         yield f"`{op.op}` is not a reduction; expected sum, min or max"
 
 
-def _scan_errors(kernel: Kernel, op: Scan) -> Iterator[str]:
+def _scan_errors(kernel: Kernel, op: tile.Scan) -> Iterator[str]:
     if kernel.type_of(op.value) != op.type or op.over not in op.type.dims:
         yield f"a scan keeps the type of its value, which has the dimension {op.over}"
     if op.op != "max" or op.type.dtype not in ("f32", "i32"):
         yield f"`{op.op}` of {op.type.dtype} is not a scan; expected max of f32 or i32"
 
 
-def _deinterleave_errors(kernel: Kernel, op: Deinterleave) -> Iterator[str]:
+def _deinterleave_errors(kernel: Kernel, op: tile.Deinterleave) -> Iterator[str]:
     of = kernel.type_of(op.value)
     paired = of.quantised
     columns = of.unpadded[1:] if paired else _halved(of)
@@ -189,7 +163,7 @@ def _deinterleave_errors(kernel: Kernel, op: Deinterleave) -> Iterator[str]:
         yield f"splits the columns of {found}; expected halves of D_QK or D_V, of its type, or fp16 of pairs"
 
 
-def _interleave_errors(kernel: Kernel, op: Interleave) -> Iterator[str]:
+def _interleave_errors(kernel: Kernel, op: tile.Interleave) -> Iterator[str]:
     a, b = kernel.type_of(op.a), kernel.type_of(op.b)
     paired = op.type.quantised
     columns = op.type.unpadded[1:] if paired else _halved(op.type)
@@ -207,9 +181,9 @@ def _halved(t: Type) -> tuple[str, ...]:
     return tuple(d.replace("D_", "PAIRS_") for d in t.unpadded[1:])
 
 
-def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
+def _gather_errors(kernel: Kernel, op: tile.Gather) -> Iterator[str]:
     source = kernel.op(op.src.tensor)
-    if not isinstance(source, Arg) or source.role not in ("in", "scratch") or source.type.dtype != op.type.dtype:
+    if not isinstance(source, tile.Arg) or source.role not in ("in", "scratch") or source.type.dtype != op.type.dtype:
         yield f"gathers {op.type.dtype} from %{op.src.tensor}, which is no input of this type"
     elif len(op.src.index) != len(source.type.dims):
         yield f"%{op.src.tensor} has {len(source.type.dims)} dimensions, the access {len(op.src.index)}"
@@ -226,14 +200,18 @@ _SCATTERS = {  # operation -> roles and type of the target
 }
 
 
-def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
+def _scatter_errors(kernel: Kernel, op: tile.Scatter) -> Iterator[str]:
     of = kernel.type_of
     target = kernel.op(op.dst.tensor)
     if op.op not in _SCATTERS:
         yield f"`{op.op}` is no operation of a scatter; expected {', '.join(_SCATTERS)}"
         return
     roles, dtype = _SCATTERS[op.op]
-    if not isinstance(target, Arg) or target.role not in roles or {target.type.dtype, of(op.value).dtype} != {dtype}:
+    if (
+        not isinstance(target, tile.Arg)
+        or target.role not in roles
+        or {target.type.dtype, of(op.value).dtype} != {dtype}
+    ):
         target_of = {"out": "an output", "scratch": "scratch memory"}
         expected = f"{dtype}, and {' or '.join(target_of[role] for role in roles)} of that"
         yield f"writes {of(op.value).dtype} to %{op.dst.tensor} by `{op.op}`; expected {expected}"
@@ -244,11 +222,11 @@ def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
-def _cache_length_errors(kernel: Kernel, op: CacheLength) -> Iterator[str]:
+def _cache_length_errors(kernel: Kernel, op: tile.CacheLength) -> Iterator[str]:
     source = kernel.op(op.src.tensor)
     if op.name != "Nk" or (op.type.dtype, op.type.dims) != ("i32", ()):
         yield "is a number of keys; expected `%Nk`, of i32[]"
-    if not isinstance(source, Arg) or (source.name, source.type.dtype, source.type.dims) != (
+    if not isinstance(source, tile.Arg) or (source.name, source.type.dtype, source.type.dims) != (
         "CACHE_SEQLENS",
         "i32",
         ("B",),
@@ -258,7 +236,7 @@ def _cache_length_errors(kernel: Kernel, op: CacheLength) -> Iterator[str]:
         yield f"needs the number `{lacking[0]}`, which the kernel does not have"
 
 
-def _pages_errors(kernel: Kernel, op: Append | Load) -> Iterator[str]:
+def _pages_errors(kernel: Kernel, op: tile.Append | tile.Load) -> Iterator[str]:
     """An access to rows in pages has the page of each row, and a tensor of pages. An append also has each row's index
     in the sequence."""
     tensor, _ = kernel.accessed(op)
@@ -273,37 +251,37 @@ def _pages_errors(kernel: Kernel, op: Append | Load) -> Iterator[str]:
         yield from _table_errors(kernel, op, dims[2])
 
 
-def _table_errors(kernel: Kernel, op: Append | Load, rows: str) -> Iterator[str]:
+def _table_errors(kernel: Kernel, op: tile.Append | tile.Load, rows: str) -> Iterator[str]:
     """The page of a row is read from the page table, where the sequence has the row."""
     table = kernel.op(str(op.pages))
-    row = symbol(op.rows) if isinstance(op, Append) else symbol("kv_idx")
-    inside = [symbol("kv_idx") < symbol("Nk"), *([row >= 0, row < symbol("Nc")] if isinstance(op, Append) else [])]
+    row = symbol(op.rows) if isinstance(op, tile.Append) else symbol("kv_idx")
+    inside = [symbol("kv_idx") < symbol("Nk"), *([row >= 0, row < symbol("Nc")] if isinstance(op, tile.Append) else [])]
     at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(rows))))
-    if not isinstance(table, Gather) or table.src != at or set(conjuncts(table.where)) != set(inside):
+    if not isinstance(table, tile.Gather) or table.src != at or set(conjuncts(table.where)) != set(inside):
         where = " and ".join(map(to_text, inside))
         index = to_text(at.index[1])
         yield f"has %{op.pages} as pages of its rows; expected those of %PAGE_TABLE[b, {index}] where({where})"
 
 
-def _append_errors(kernel: Kernel, op: Append) -> Iterator[str]:
+def _append_errors(kernel: Kernel, op: tile.Append) -> Iterator[str]:
     """New rows are stored after those of the cache: at CACHE_SEQLENS[b] + kv_idx."""
     yield from _access_errors(kernel, op)
     rows = kernel.op(op.rows) if op.rows else None
     fits = False
-    if isinstance(rows, Map):
+    if isinstance(rows, tile.Map):
         length = next((kernel.op(ref) for _, ref in rows.uses), None)
-        fits = isinstance(length, Load) and length.src == Access("CACHE_SEQLENS", (symbol("b"),))
+        fits = isinstance(length, tile.Load) and length.src == Access("CACHE_SEQLENS", (symbol("b"),))
         fits = fits and length is not None and rows.expr == symbol(length.name) + symbol("kv_idx")
     if not fits or "Nc" not in kernel.graph:
         yield "appends rows elsewhere than after CACHE_SEQLENS[b] rows, or without the capacity `Nc` of a sequence"
 
 
-def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
+def _access_errors(kernel: Kernel, op: tile.Base | tile.Load | tile.Store) -> Iterator[str]:
     of = kernel.type_of
-    access = op.dst if isinstance(op, Store) else op.src
+    access = op.dst if isinstance(op, tile.Store) else op.src
     declared, index = kernel.accessed(op)
     tensor = of(declared.name)
-    if isinstance(op, Store) and op.by:
+    if isinstance(op, tile.Store) and op.by:
         if (
             op.by != "distance"
             or tensor.dims != ("B", "Hq", "Td", "Nd")
@@ -312,20 +290,20 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
         ):
             yield "has another form than a store of a tile of scores, summed by distance, to a row of [B, Hq, Td, Nd]"
         return
-    paged = isinstance(op, (Append, Load)) and op.pages is not None
-    if isinstance(op, (Append, Load)):
+    paged = isinstance(op, (tile.Append, tile.Load)) and op.pages is not None
+    if isinstance(op, (tile.Append, tile.Load)):
         yield from _pages_errors(kernel, op)
-    if not isinstance(op, Base) and len(index) + paged != len(tensor.dims):
+    if not isinstance(op, tile.Base) and len(index) + paged != len(tensor.dims):
         yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {len(index) + paged}"
-    moved = of(op.value) if isinstance(op, Store) else op.type
-    if not isinstance(op, Base) and moved.dtype != tensor.dtype:
+    moved = of(op.value) if isinstance(op, tile.Store) else op.type
+    if not isinstance(op, tile.Base) and moved.dtype != tensor.dtype:
         yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
-    tile = of(op.value) if isinstance(op, Store) else op.type
+    shape = of(op.value) if isinstance(op, tile.Store) else op.type
     dims = tuple(AXIS_DIM[a] for a in access.axes())
     of_scores = set(access.axes()) == {"q", "kv"}  # a tile of scores may be loaded transposed
-    if not isinstance(op, Base) and tile.unpadded not in (dims, dims[::-1] if of_scores else dims):
-        yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile.dims)}]"
-    checks = () if isinstance(op, Base) else op.check
+    if not isinstance(op, tile.Base) and shape.unpadded not in (dims, dims[::-1] if of_scores else dims):
+        yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(shape.dims)}]"
+    checks = () if isinstance(op, tile.Base) else op.check
     if len({axis for axis, _ in checks}) < len(checks):
         yield "checks an axis twice"
     for axis, when in checks:
@@ -333,7 +311,7 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
             yield f"cannot check `{axis} if {when}`; expected one of {', '.join(access.axes())}, always or partial"
 
 
-def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
+def _map_errors(kernel: Kernel, op: tile.Map) -> Iterator[str]:
     value = op.type.dtype
     for ref in (r for _, r in op.uses if kernel.type_of(r).dtype == "ptr"):
         yield f"%{ref} is a pointer"
@@ -355,7 +333,7 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
-def _ordered_add_errors(kernel: Kernel, op: OrderedAdd | OrderedAccumulate) -> Iterator[str]:
+def _ordered_add_errors(kernel: Kernel, op: tile.OrderedAdd | tile.OrderedAccumulate) -> Iterator[str]:
     yield from _access_errors(kernel, op)
     if op.semaphore is None or op.order is None:
         yield "adds in no fixed order; expected a semaphore, and an order"
@@ -367,27 +345,27 @@ def semaphore_errors(kernel: Kernel, semaphore: Access, order: Expr) -> Iterator
     """Errors in the element that is a semaphore, or in the value for which a program waits."""
     declared, index = kernel.through(semaphore)
     of = kernel.type_of(declared.name)
-    if not isinstance(declared, Arg) or declared.role != "sum" or of.dtype != "i32" or len(index) != len(of.dims):
+    if not isinstance(declared, tile.Arg) or declared.role != "sum" or of.dtype != "i32" or len(index) != len(of.dims):
         yield f"has a semaphore in %{semaphore.tensor}; expected one element of a tensor of i32 of role sum"
     if not all(is_integral(kernel, e, {}) for e in (*semaphore.index, order)):
         yield "has an order, or an index of its semaphore, that is no integer"
 
 
-def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[str]:
+def _uses_errors(kernel: Kernel, op: tile.Gather | tile.Map | tile.Mask | tile.Scatter) -> Iterator[str]:
     whole = dimensions(kernel, op)
     for _, ref in op.uses:
         dims = kernel.type_of(ref).dims
         if (
-            isinstance(op, Map) and GROUPED.get(whole[-1] if whole else "") in dims
+            isinstance(op, tile.Map) and GROUPED.get(whole[-1] if whole else "") in dims
         ):  # one value for each group of columns
             dims = (*dims[:-1], whole[-1])
         if not set(dims) <= set(whole) or (len(dims) > 1 and dims != tuple(d for d in whole if d in dims)):
             yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(whole)}]"
 
 
-def dimensions(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> tuple[str, ...]:
+def dimensions(kernel: Kernel, op: tile.Gather | tile.Map | tile.Mask | tile.Scatter) -> tuple[str, ...]:
     """The dimensions of an op's result, or for a scatter those of the value that it writes."""
-    return kernel.type_of(op.value).dims if isinstance(op, Scatter) else op.type.dims
+    return kernel.type_of(op.value).dims if isinstance(op, tile.Scatter) else op.type.dims
 
 
 def _is_condition(e: Any) -> bool:
@@ -433,28 +411,28 @@ def _integers_of(e: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
 
 # The errors in the types of each kind of op.
 _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
-    Dot: _dot_errors,
-    Map: _map_errors,
-    Mask: _mask_errors,
-    Loop: _loop_errors,
-    ListPosition: _list_position_errors,
-    Seed: _seed_errors,
-    DropoutMask: _dropout_mask_errors,
-    Dropout: _dropout_errors,
-    Init: _init_errors,
-    SoftmaxStep: _softmax_errors,
-    Reduce: _reduce_errors,
-    Scan: _scan_errors,
-    Deinterleave: _deinterleave_errors,
-    Interleave: _interleave_errors,
-    CountTiles: _count_tiles_errors,
-    Gather: _gather_errors,
-    Scatter: _scatter_errors,
-    Base: _access_errors,
-    Load: _access_errors,
-    Store: _access_errors,
-    Append: _append_errors,
-    CacheLength: _cache_length_errors,
-    OrderedAdd: _ordered_add_errors,
-    OrderedAccumulate: _ordered_add_errors,
+    tile.Dot: _dot_errors,
+    tile.Map: _map_errors,
+    tile.Mask: _mask_errors,
+    tile.Loop: _loop_errors,
+    tile.ListPosition: _list_position_errors,
+    tile.Seed: _seed_errors,
+    tile.DropoutMask: _dropout_mask_errors,
+    tile.Dropout: _dropout_errors,
+    tile.Init: _init_errors,
+    tile.SoftmaxStep: _softmax_errors,
+    tile.Reduce: _reduce_errors,
+    tile.Scan: _scan_errors,
+    tile.Deinterleave: _deinterleave_errors,
+    tile.Interleave: _interleave_errors,
+    tile.CountTiles: _count_tiles_errors,
+    tile.Gather: _gather_errors,
+    tile.Scatter: _scatter_errors,
+    tile.Base: _access_errors,
+    tile.Load: _access_errors,
+    tile.Store: _access_errors,
+    tile.Append: _append_errors,
+    tile.CacheLength: _cache_length_errors,
+    tile.OrderedAdd: _ordered_add_errors,
+    tile.OrderedAccumulate: _ordered_add_errors,
 }

@@ -15,7 +15,8 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.core import Access, Op, Type
+from attngen.ir import tile
+from attngen.ir.core import Access, Op, Type, only
 from attngen.ir.dims import AXIS_EXTENT, dimension
 from attngen.ir.expr import Bool, Expr, conjuncts, floordiv, mod, select, span, symbol
 from attngen.ir.expr_text import to_text
@@ -23,20 +24,6 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module, Read
 from attngen.ir.names import SCALES
-from attngen.ir.ops import (
-    HALVES,
-    Append,
-    Arg,
-    CacheLength,
-    Deinterleave,
-    Dot,
-    Gather,
-    Interleave,
-    Load,
-    Map,
-    Mask,
-    Reduce,
-)
 from attngen.verify.algebra import normal
 
 PRODUCT = symbol("s")
@@ -152,21 +139,21 @@ class Values:
 
     def _expanded(self, ref: str) -> Expr:
         op = self.kernel.op(ref)
-        if isinstance(op, Map):
+        if isinstance(op, tile.Map):
             return self.expression(op.expr, op)
-        if isinstance(op, Dot) and self._is_product(op):
+        if isinstance(op, tile.Dot) and self._is_product(op):
             return PRODUCT
-        if isinstance(op, Dot) and (factors := self._half_product(op)):
+        if isinstance(op, tile.Dot) and (factors := self._half_product(op)):
             return PRODUCT / sympy.Mul(*factors)
-        if isinstance(op, Load):
+        if isinstance(op, tile.Load):
             tensor, index = self.kernel.accessed(op)
             letters = {symbol(axis): symbol(f"{axis}_idx") for axis in ("q", "kv")}
             return self.element(tensor.name, [self.expression(e.xreplace(letters), op) for e in index], (), op.type)
-        if isinstance(op, Gather):
+        if isinstance(op, tile.Gather):
             return self.gathered(op)
-        if isinstance(op, CacheLength):
+        if isinstance(op, tile.CacheLength):
             return symbol(op.name)
-        if isinstance(op, Arg) and op.role == "scalar":
+        if isinstance(op, tile.Arg) and op.role == "scalar":
             return _number(op.name, op.type.dtype)
         made = sympy.Symbol(f"%{ref}", extended_real=True)
         self.others[made] = ref
@@ -177,19 +164,19 @@ class Values:
         self.elements[made] = tensor
         return made
 
-    def _is_product(self, op: Dot) -> bool:
+    def _is_product(self, op: tile.Dot) -> bool:
         """True if a dot sums over all of head_dim of q and k. Over a latent, this takes two products, one accumulated
         onto the other."""
         if self.kernel.rotates and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
             rest = self.kernel.op(op.acc) if op.acc else None
             return (
-                isinstance(rest, Dot)
+                isinstance(rest, tile.Dot)
                 and {self._loaded(rest.a), self._loaded(rest.b)} == {"Q_ROPE", "K_ROPE"}
                 and not rest.acc
             )
         return {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"} and not op.acc
 
-    def _half_product(self, op: Dot) -> tuple[Expr, Expr] | None:
+    def _half_product(self, op: tile.Dot) -> tuple[Expr, Expr] | None:
         """The factors of a score that two products compute, one over even columns of q and 8-bit keys, one over odd
         columns. The factors are the largest size in each row of q, by which the row was divided, and the scale of the
         keys.
@@ -197,21 +184,22 @@ class Values:
         `op` is the second product. None for other products.
         """
         first, pairs = self.kernel.op(op.acc) if op.acc else None, quantised_load(self.kernel, op.b)
-        if not isinstance(first, Dot) or first.acc or pairs is None or not pairs.src.tensor.startswith("K"):
+        if not isinstance(first, tile.Dot) or first.acc or pairs is None or not pairs.src.tensor.startswith("K"):
             return None
         q, k = (self.kernel.op(ref) for ref in (op.a, op.b))
-        halves = [f"{x.name}.{half}" for half in HALVES for x in (q, k)]
-        if not isinstance(q, Deinterleave) or [first.a, first.b, op.a, op.b] != halves:
+        halves = [f"{x.name}.{half}" for half in tile.HALVES for x in (q, k)]
+        if not isinstance(q, tile.Deinterleave) or [first.a, first.b, op.a, op.b] != halves:
             return None
         scaled = self.of(q.value)
         x = next((s for s in scaled.free_symbols if self.elements.get(s) == "Q"), None)
         size = next(
-            (s for s in scaled.free_symbols if isinstance(self.kernel.op(self.others.get(s, q.name)), Reduce)), None
+            (s for s in scaled.free_symbols if isinstance(self.kernel.op(self.others.get(s, q.name)), tile.Reduce)),
+            None,
         )
         if x is None or size is None or scaled != select(size > 0, x / size, x):
             return None
         largest = self.kernel.op(self.others[size])
-        assert isinstance(largest, Reduce)
+        assert isinstance(largest, tile.Reduce)
         return (
             (size, scale_of(self.kernel, self, pairs))
             if largest.op == "max" and self.of(largest.value) == sympy.Max(x, -x)
@@ -220,9 +208,9 @@ class Values:
 
     def _loaded(self, ref: str) -> str:
         op = latent_load(self, ref) or self.kernel.op(ref)
-        return self.kernel.accessed(op)[0].name if isinstance(op, Load) else ""
+        return self.kernel.accessed(op)[0].name if isinstance(op, tile.Load) else ""
 
-    def gathered(self, op: Gather) -> Expr:
+    def gathered(self, op: tile.Gather) -> Expr:
         """The element that a gather reads, by the header's rules: a negative index counts from the end, and an element
         out of bounds is 0."""
         conditions, inside, at = conjuncts(op.where), set(pair_exists()), []
@@ -241,37 +229,37 @@ class Values:
     def conditions(self, ref: str) -> tuple[list[Bool], Expr]:
         """The conditions of the masks that have been applied to a value, and the value before them."""
         found: list[Bool] = []
-        while isinstance(op := self.kernel.op(ref), Mask):
+        while isinstance(op := self.kernel.op(ref), tile.Mask):
             found += conjuncts(self.expression(op.where, op))
             ref = op.value
         return found, self.of(ref)
 
 
-def quantised_load(kernel: Kernel, ref: str) -> Load | None:
+def quantised_load(kernel: Kernel, ref: str) -> tile.Load | None:
     """The load of 8-bit pairs whose even or odd columns a value has; None for other values."""
     op = kernel.op(ref)
-    source = kernel.op(op.value) if isinstance(op, Deinterleave) else None
-    return source if isinstance(source, Load) and source.type.quantised else None
+    source = kernel.op(op.value) if isinstance(op, tile.Deinterleave) else None
+    return source if isinstance(source, tile.Load) and source.type.quantised else None
 
 
-def latent_load(values: Values, ref: str) -> Load | None:
+def latent_load(values: Values, ref: str) -> tile.Load | None:
     """The load of the 8-bit pairs from which a tile of latents is computed; None for other values. The tile has all
     columns of each row, each times its group's scale, in the element type."""
     kernel, op = values.kernel, values.kernel.op(ref)
     tiles = (
-        [made for _, used in op.uses if isinstance(made := kernel.op(used), Interleave)]
-        if isinstance(op, Map) and op.type.dtype == "T"
+        [made for _, used in op.uses if isinstance(made := kernel.op(used), tile.Interleave)]
+        if isinstance(op, tile.Map) and op.type.dtype == "T"
         else []
     )
     load = quantised_load(kernel, tiles[0].a) if len(tiles) == 1 else None
     if load is None or kernel.accessed(load)[0].name != "K":
         return None
     columns = tiles[0].a.rpartition(".")[0]
-    whole = (tiles[0].a, tiles[0].b) == tuple(f"{columns}.{half}" for half in HALVES)
+    whole = (tiles[0].a, tiles[0].b) == tuple(f"{columns}.{half}" for half in tile.HALVES)
     return load if whole and values.of(ref) == values.of(tiles[0].name) * scale_of(kernel, values, load) else None
 
 
-def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
+def scale_of(kernel: Kernel, values: Values, op: tile.Append | tile.Load) -> Expr:
     """The element of K_SCALE or V_SCALE by which an op scales a row that it loads or appends. There is one per head,
     per page and head, or, for a latent, per group of its columns."""
     declared, index = kernel.accessed(op)
@@ -280,13 +268,11 @@ def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
         row = [symbol("kv_idx") if e == symbol("kv") else values.expression(e, op) for e in index[:-1]]
         return values.element(tensor, [*row, symbol("group_v")], (), kernel.type_of(tensor))
     page = kernel.op(op.pages) if op.pages else None
-    if len(kernel.type_of(tensor).dims) == 1 or not isinstance(page, Gather):
+    if len(kernel.type_of(tensor).dims) == 1 or not isinstance(page, tile.Gather):
         return values.element(tensor, [values.expression(head, op)], (), kernel.type_of(tensor))
-    read = next((o for o in kernel.ops() if isinstance(o, Gather) and o.src.tensor == tensor), page)
+    read = next((o for o in only(kernel.ops(), tile.Gather) if o.src.tensor == tensor), page)
     if kernel.tile_page and not read.type.dims:  # all rows of the tile are in one page
-        first = next(
-            o for o in kernel.ops() if isinstance(o, Gather) and o.src.tensor == "PAGE_TABLE" and not o.type.dims
-        )
+        first = next(o for o in only(kernel.ops(), tile.Gather) if o.src.tensor == "PAGE_TABLE" and not o.type.dims)
         of_row = {symbol("kv_idx"): symbol("kv_start")}
         moved = replace(
             page,
@@ -295,7 +281,9 @@ def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
         )
         page = first if values.gathered(moved) == values.gathered(first) else page
     at = Access(tensor, (symbol(page.name), head))
-    return values.gathered(Gather("", at, (*page.uses, (page.name, page.name)), kernel.type_of(tensor), page.where))
+    return values.gathered(
+        tile.Gather("", at, (*page.uses, (page.name, page.name)), kernel.type_of(tensor), page.where)
+    )
 
 
 def pair_exists() -> list[Bool]:

@@ -6,15 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.devices import CLASSES
+from attngen.ir import pipe
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.pipe import (
-    ConsumerWait,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-)
 from attngen.tiles.launches import groups, lane_registers
 
 
@@ -52,12 +48,12 @@ def _producer_and_consumers(kernel: Kernel) -> Iterator[str]:
     """One warp group has TMA load the pipelines, and others wait for these loads."""
     if kernel.blocks[0].name != "entry" or kernel.blocks[0].warp_group:
         yield "its first block is not @entry"
-    loaded = {op.pipeline for op in kernel.ops() if isinstance(op, ProducerLoad)}
+    loaded = {op.pipeline for op in only(kernel.ops(), pipe.ProducerLoad)}
     producers, consumers = (
         {b.name for b in kernel.warp_groups if loaded & _pipelines(kernel, b.name, kind)}
-        for kind in (ProducerLoad, ConsumerWait)
+        for kind in (pipe.ProducerLoad, pipe.ConsumerWait)
     )
-    has_pipelines = any(isinstance(op, (ProducerLoad, ConsumerWait)) for op in kernel.ops())
+    has_pipelines = any(only(kernel.ops(), pipe.ProducerLoad, pipe.ConsumerWait))
     if has_pipelines and not (len(producers) == 1 and consumers and not producers & consumers):
         yield (
             f"{len(producers)} warp groups load pipelines and {len(consumers)} wait for these loads; expected one "
@@ -71,8 +67,8 @@ def _writers_and_readers(kernel: Kernel) -> Iterator[str]:
     They are the same one, or the reader has one instance or gets the tiles in round-robin order. Through an exchange,
     two warp groups of one instance each write tiles and read those of the other.
     """
-    written = {op.pipeline for op in kernel.ops() if isinstance(op, ProducerStore)}
-    exchanges = {op.name for op in kernel.ops() if isinstance(op, Pipeline) and op.exchange}
+    written = {op.pipeline for op in only(kernel.ops(), pipe.ProducerStore)}
+    exchanges = {op.name for op in only(kernel.ops(), pipe.Pipeline) if op.exchange}
     for pipeline in sorted(written | exchanges):
         writers, readers = (
             {
@@ -80,7 +76,7 @@ def _writers_and_readers(kernel: Kernel) -> Iterator[str]:
                 for b in kernel.warp_groups
                 if b.warp_group and pipeline in _pipelines(kernel, b.name, kind)
             }
-            for kind in (ProducerStore, ConsumerWait)
+            for kind in (pipe.ProducerStore, pipe.ConsumerWait)
         )
         if pipeline in exchanges:
             if writers != readers or [*writers.values()] != [1, 1]:
@@ -99,10 +95,12 @@ def _writers_and_readers(kernel: Kernel) -> Iterator[str]:
             for name, instances in writers.items():
                 if instances != 2 and (instances != 1 or readers == writers):
                     yield f"{instances} instances of @{name} write a tile to %{pipeline}; expected 2"
-        if any(isinstance(op, ProducerLoad) and op.pipeline == pipeline for op in kernel.ops()):
+        if any(op.pipeline == pipeline for op in only(kernel.ops(), pipe.ProducerLoad)):
             yield f"%{pipeline} is filled both by TMA and by the instances of a warp group"
 
 
-def _pipelines(kernel: Kernel, warp_group: str, kind: type[ProducerLoad | ProducerStore | ConsumerWait]) -> set[str]:
+def _pipelines(
+    kernel: Kernel, warp_group: str, kind: type[pipe.ProducerLoad | pipe.ProducerStore | pipe.ConsumerWait]
+) -> set[str]:
     """The pipelines on which a warp group has ops of a kind."""
     return {op.pipeline for op in kernel.within(warp_group) if isinstance(op, kind)}

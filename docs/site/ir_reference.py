@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 from attngen.builders import build_module
 from attngen.errors import suggest
+from attngen.ir import pipe, tile
 from attngen.ir.core import Access, Block, Op, Type, WarpGroup
 from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.host import HOST_OPS, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Cache, Config, Derived, Input, InputGradient, Meaning, Module, Read
-from attngen.ir.ops import OPS
-from attngen.ir.pipe import PIPE_OPS
 from attngen.lowering.pipeline import passes
 from attngen.spec import make_spec
 from attngen.verify import rules, warp_specialized_rules
@@ -40,9 +39,9 @@ STRUCTURES: dict[str, tuple[type, ...]] = {
     "Schedules": (Config,),
 }
 OPS_BY_LEVEL: dict[str, Mapping[str, type[Op]]] = {
-    "Ops of kernels": OPS,
-    "Ops of warp-specialized kernels": PIPE_OPS,
-    "Ops of host programs": {kind: cls for kind, cls in HOST_OPS.items() if kind not in OPS},
+    "Ops of kernels": tile.OPS,
+    "Ops of warp-specialized kernels": pipe.PIPE_OPS,
+    "Ops of host programs": {kind: cls for kind, cls in HOST_OPS.items() if kind not in tile.OPS},
 }
 OF_WARP_SPECIALIZED, OF_HOST = "warp-specialized kernels", "host programs"
 FIRST_EXAMPLE = "causal_gqa"  # the module in which examples of ops are looked for first

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.core import Access, Op, Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import Expr
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import Base, Dot, Gather, Init, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Store, Yield
 
 FUNCTIONS = {
     "floordiv": lambda a, b: a // b,
@@ -58,7 +58,7 @@ class Launch:
         names, function = compiled(e)
         return function(*(at[name] for name in names))
 
-    def tile(self, e: Expr, at: Values, t: Type, uses: Values) -> Any:
+    def tile_of(self, e: Expr, at: Values, t: Type, uses: Values) -> Any:
         """Return the value of an expression over a tile. Operands and positions are broadcast by dimension names."""
         dims = [d.removesuffix("_PAD") for d in t.dims]
         shape = tuple(at[d] for d in dims)
@@ -79,7 +79,7 @@ class Launch:
         source = self.kernel.op(access.tensor)
         name, index = (
             (source.src.tensor, source.src.index + access.index)
-            if isinstance(source, Base)
+            if isinstance(source, tile.Base)
             else (source.name, access.index)
         )
         found: list[Any] = []
@@ -102,7 +102,7 @@ class Launch:
         env, at = dict(env), dict(at)
         for op in self.kernel.block(block).ops:
             match op:
-                case Loop():
+                case tile.Loop():
                     carried = {field: env[ref] for field, ref in op.carry}
                     for lo, hi in op.ranges:
                         for i in range(int(self.number(lo, at)), int(self.number(hi, at))):
@@ -110,7 +110,7 @@ class Launch:
                             self.place(inside, op.var, i)
                             carried = self.run(op.body, {**env, **carried}, inside)
                     env |= {f"{op.name}.{field}": value for field, value in carried.items()}
-                case Yield():
+                case tile.Yield():
                     return {field: env[ref] for field, ref in op.values}
                 case _:
                     self.execute(op, env, at)
@@ -122,53 +122,55 @@ class Launch:
         uses = {k: (env[r] if of(r).dims else at[r], list(of(r).dims)) for k, r in getattr(op, "uses", ())}
         uses = {k: (v, [d.removesuffix("_PAD") for d in dims]) for k, (v, dims) in uses.items()}
         match op:
-            case Init():
-                env[op.name] = self.tile(op.value, at, op.type, {})
-            case Load() if op.type.dims:
+            case tile.Init():
+                env[op.name] = self.tile_of(op.value, at, op.type, {})
+            case tile.Load() if op.type.dims:
                 self.load(op, env, at)
-            case Load():
+            case tile.Load():
                 tensor, where = self.access(op.src, at)
                 at[op.name] = tensor[tuple(where)]
-            case Gather():
-                tensor, inside = self.tensors[op.src.tensor], self.tile(op.where, at, op.type, uses) > 0
-                places = tuple(np.where(inside, self.tile(e, at, op.type, uses), 0).astype(int) for e in op.src.index)
+            case tile.Gather():
+                tensor, inside = self.tensors[op.src.tensor], self.tile_of(op.where, at, op.type, uses) > 0
+                places = tuple(
+                    np.where(inside, self.tile_of(e, at, op.type, uses), 0).astype(int) for e in op.src.index
+                )
                 env[op.name] = np.where(inside, tensor[places], 0)
-            case Store():
+            case tile.Store():
                 tensor, where = self.access(op.dst, at)
                 rows = [i for i in where if not isinstance(i, int)]
                 part = tensor[tuple(i for i in where if isinstance(i, int))]
                 part[np.ix_(*rows)] = env[op.value][tuple(slice(len(r)) for r in rows)]
                 self.count(of(op.value), at)
-            case Map() if op.type.dims:
-                env[op.name] = self.tile(op.expr, at, op.type, uses)
-            case Map():
+            case tile.Map() if op.type.dims:
+                env[op.name] = self.tile_of(op.expr, at, op.type, uses)
+            case tile.Map():
                 at[op.name] = self.number(op.expr, {**at, **{k: v for k, (v, _) in uses.items()}})
-            case Mask():
-                seen = self.tile(op.where, at, op.type, uses)
+            case tile.Mask():
+                seen = self.tile_of(op.where, at, op.type, uses)
                 env[op.name] = np.where(seen > 0, env[op.value], -np.inf)
-            case Dot():
+            case tile.Dot():
                 self.dot(op, env, at)
-            case SoftmaxStep():
+            case tile.SoftmaxStep():
                 scale = at[op.scale] if op.scale else 1.0
                 m = np.maximum(env[op.m], env[op.s].max(axis=1))
                 seen = np.where(m == -np.inf, 0, m)
                 env[f"{op.name}.p"] = np.exp2(scale * (env[op.s] - seen[:, None]))
                 env[f"{op.name}.alpha"] = np.exp2(scale * (env[op.m] - seen))
                 env[f"{op.name}.m"] = m
-            case Reduce():
+            case tile.Reduce():
                 env[op.name] = getattr(env[op.value], op.op)(axis=of(op.value).dims.index(op.over))
 
-    def load(self, op: Load, env: Values, at: Values) -> None:
+    def load(self, op: tile.Load, env: Values, at: Values) -> None:
         """Load a tile; rows past the end of the tensor are `other`."""
         tensor, where = self.access(op.src, at)
-        tile = np.full([at[d.removesuffix("_PAD")] for d in op.type.dims], float(op.other))
+        result = np.full([at[d.removesuffix("_PAD")] for d in op.type.dims], float(op.other))
         part = tensor[tuple(i for i in where if isinstance(i, int))]
         rows = [i for i in where if not isinstance(i, int)]
-        tile[tuple(slice(len(r)) for r in rows)] = part[np.ix_(*rows)]
-        env[op.name] = tile
+        result[tuple(slice(len(r)) for r in rows)] = part[np.ix_(*rows)]
+        env[op.name] = result
         self.count(op.type, at)
 
-    def dot(self, op: Dot, env: Values, at: Values) -> None:
+    def dot(self, op: tile.Dot, env: Values, at: Values) -> None:
         a, b = self.kernel.type_of(op.a).dims, self.kernel.type_of(op.b).dims
         letters = {d: chr(97 + i) for i, d in enumerate(dict.fromkeys((*a, *b)))}
         term = ["".join(letters[d] for d in dims) for dims in (a, b, op.type.dims)]

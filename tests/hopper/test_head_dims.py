@@ -12,9 +12,9 @@ from attngen.codegen.render import render
 from attngen.devices import CLASSES
 from attngen.errors import VerifyError
 from attngen.interp.warp_groups import WarpSpecializedLaunch
+from attngen.ir import pipe
 from attngen.ir.module import Module
 from attngen.ir.parser import parse_module
-from attngen.ir.pipe import Pipeline, TmaStore
 from attngen.ir.printer import print_kernel, print_module
 from attngen.lowering.pipeline import lower, stages
 from attngen.runtime.descriptors import descriptor
@@ -281,4 +281,4 @@ def test_kernels_have_the_same_ops_for_all_head_dims() -> None:
         [type(op) for op in lowered_with(*head_dims).warp_specialized[0].ops()]
         for head_dims in ((128, 128), (96, 96), (192, 128))
     ]
-    assert kinds[0] == kinds[1] == kinds[2] and {Pipeline, TmaStore} <= set(kinds[0])
+    assert kinds[0] == kinds[1] == kinds[2] and {pipe.Pipeline, pipe.TmaStore} <= set(kinds[0])

@@ -10,10 +10,11 @@ import pytest
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.heuristics import SHORT_ROWS
+from attngen.ir import pipe
+from attngen.ir.core import only
 from attngen.ir.module import Module, input_tensors
 from attngen.ir.names import OF_CACHE, OF_OUTPUTS
 from attngen.ir.parser import parse_module
-from attngen.ir.pipe import Pipeline, ReadMetadata, ScaledIota
 from attngen.ir.printer import print_kernel, print_module
 from attngen.lang.names import name_problem
 from attngen.lowering.pipeline import lower
@@ -135,9 +136,7 @@ def test_tile_indices_are_no_metadata_where_the_tile_is_released_before_its_mask
 def test_a_mask_and_a_score_may_read_one_tensor() -> None:
     score = {"expr": "s + 0.1 * ids[b, kv_idx]", "params": IDS["params"]}
     module = lowered_with(DATA, [score])
-    pipelines = [
-        op for op in module.warp_specialized[0].ops() if isinstance(op, Pipeline) and op.metadata_of and op.type.dims
-    ]
+    pipelines = [op for op in only(module.warp_specialized[0].ops(), pipe.Pipeline) if op.metadata_of and op.type.dims]
     (row,) = module.configs("fwd", "hopper")
     assert len(pipelines) == 1 and row_vector_bytes(module, row) == 4 * row.block_kv * row.num_stages
     of = make_spec(
@@ -257,16 +256,14 @@ def test_other_loads_stay_with_the_consumer() -> None:
     """These are row vectors of queries, and elements of 8 bits, which cp.async cannot copy."""
     one = {"expr": "seen[b, kv_idx] and kv_idx <= q_idx", "params": {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}}}
     warp_specialized = lowered_with(one).warp_specialized[0]
-    assert not any(isinstance(op, ReadMetadata) for op in warp_specialized.ops())
+    assert not any(only(warp_specialized.ops(), pipe.ReadMetadata))
     assert "%document_q = load" in print_kernel(forward_kernel(DOCUMENTS))
 
 
 @pytest.mark.share(4)
 def test_a_kernel_has_a_metadata_pipeline_for_each_tensor() -> None:
     module = lowered_with(TWO)
-    pipelines = [
-        op for op in module.warp_specialized[0].ops() if isinstance(op, Pipeline) and op.metadata_of and op.type.dims
-    ]
+    pipelines = [op for op in only(module.warp_specialized[0].ops(), pipe.Pipeline) if op.metadata_of and op.type.dims]
     (row,) = module.configs("fwd", "hopper")
     assert len(pipelines) == 2 and row_vector_bytes(module, row) == 2 * 4 * row.block_kv * row.num_stages
     text = render(module)["hopper.py"].partition("\ndef jvp_producer(")[0]
@@ -392,7 +389,7 @@ def test_hoist_bias_splits_a_distance_into_rows_and_columns() -> None:
 )
 def test_other_biases_are_not_split(mask: str, score: object) -> None:
     module = lowered_with(mask, [score])
-    assert not any(isinstance(op, ScaledIota) for op in module.warp_specialized[0].ops())
+    assert not any(only(module.warp_specialized[0].ops(), pipe.ScaledIota))
 
 
 @pytest.mark.share(16)
@@ -401,7 +398,7 @@ def test_other_biases_are_not_split(mask: str, score: object) -> None:
 def test_a_mask_fixes_the_sign_of_a_distance(mask: str, distance: str) -> None:
     warp_specialized = lowered_with({"expr": mask}, [{"expr": f"s - 0.5 * abs({distance})"}]).warp_specialized[0]
     assert (
-        sum(isinstance(op, ScaledIota) for op in warp_specialized.ops()) == 2
+        sum(isinstance(op, pipe.ScaledIota) for op in warp_specialized.ops()) == 2
     )  # one for the first tile, and one for later tiles
     assert "abs(" not in print_kernel(warp_specialized)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attngen.codegen.render import render
+from attngen.ir import pipe
+from attngen.ir.core import only
 from attngen.ir.parser import parse_module
-from attngen.ir.pipe_control import SchedulerBarrier
 from attngen.ir.printer import print_kernel, print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
@@ -307,17 +308,12 @@ def test_the_specs_with_ping_pong_order() -> None:
     """These are three consumers of narrow heads, and two consumers of wider heads with dropout, with a head_dim over
     128, or where all tiles visit the same number of keys."""
     with_barriers = [
-        name
-        for name in WARP_SPECIALIZED
-        if any(isinstance(op, SchedulerBarrier) for op in lowered(name).warp_specialized[0].ops())
+        name for name in WARP_SPECIALIZED if any(only(lowered(name).warp_specialized[0].ops(), pipe.SchedulerBarrier))
     ]
     assert with_barriers == ["causal_d256", "cross_mha", "full_mha"]
     for head_dim, mask, has_barriers in ((128, "causal", True), (96, "none", True), (64, "causal", False)):
         data = {"name": "drops", "head_dim": head_dim, "mask": mask, "dropout": True, "schedule": {"backend": "hopper"}}
-        assert (
-            any(isinstance(op, SchedulerBarrier) for op in lower(make_spec(data)).warp_specialized[0].ops())
-            == has_barriers
-        )
+        assert any(only(lower(make_spec(data)).warp_specialized[0].ops(), pipe.SchedulerBarrier)) == has_barriers
     assert [name for name in WARP_SPECIALIZED if lowered(name).configs("fwd", "hopper")[0].block_q == 192] == [
         "full_mha"
     ]

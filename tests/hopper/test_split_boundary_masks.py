@@ -11,9 +11,10 @@ import pytest
 
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr_text import parse
 from attngen.ir.module import Module
-from attngen.ir.ops import Mask
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
@@ -51,10 +52,10 @@ def lowered_with(mask: Any, dim: int = 128) -> Module:
     return lower(spec_with(mask, dim))
 
 
-def masks(module: Module) -> list[Mask]:
+def masks(module: Module) -> list[tile.Mask]:
     """The masks of all tiles except the first."""
     warp_specialized = module.warp_specialized[0]
-    return [op for op in warp_specialized.ops() if isinstance(op, Mask) and not op.name.endswith("_in_first")]
+    return [op for op in only(warp_specialized.ops(), tile.Mask) if not op.name.endswith("_in_first")]
 
 
 # ---------------------------------------------------------------------------------------------- the pass
@@ -299,4 +300,4 @@ def test_the_printed_kernel_tests_each_bound_only_in_tiles_that_it_cuts() -> Non
     text = render(lowered(STREAMING))["hopper.py"]
     tests = ("if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:", "if Nk + q_start + ROWS - 1024 - Nq > kv_start:")
     assert all(text.count(f"{' ' * n}{test}\n{' ' * n}    s = gl.where(") == 1 for test in tests for n in (12, 20))
-    assert not any(op.unswitch is not None for op in forward_kernel("causal_gqa").ops() if isinstance(op, Mask))
+    assert not any(op.unswitch is not None for op in only(forward_kernel("causal_gqa").ops(), tile.Mask))

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from attngen.errors import IRError, VerifyError
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr_text import to_text
 from attngen.ir.module import Module
-from attngen.ir.ops import ListPosition, OrderedAdd
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.transforms.split_loops import SplitLoops
@@ -172,12 +173,12 @@ def test_the_order_counts_tiles_of_the_call(name: str) -> None:
     has."""
     expected, positions = ORDERS[name]
     kernel = lowered(name).kernel("bwd")
-    (add,) = (op for op in kernel.ops() if isinstance(op, OrderedAdd))
+    (add,) = only(kernel.ops(), tile.OrderedAdd)
     assert add.order is not None and to_text(add.order) == expected
     assert add.semaphore is not None and to_text(add.semaphore.index[-1]) == "_q_row"
     step = kernel.block("step").ops
-    found = {op.name: (op.src, to_text(op.tile)) for op in step if isinstance(op, ListPosition)}
-    assert found == {at: ("KV_START_RANK", tile) for at, tile in positions.items()}
+    found = {op.name: (op.src, to_text(op.tile)) for op in only(step, tile.ListPosition)}
+    assert found == {at: ("KV_START_RANK", number) for at, number in positions.items()}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from attngen.cost.io import l2_bytes
+from attngen.ir import tile
 from attngen.ir.core import Type
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.expr_text import parse
 from attngen.ir.grid import GridAxis
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Loop
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.ir.split_axes import part, whole
@@ -45,9 +45,9 @@ def split_keys(made: Module, split=part) -> Module:
     """Return the module with the keys of @fwd split over the programs along the axis `split`."""
 
     def change(_, op):
-        if isinstance(op, Loop) and op.var == "kv":
+        if isinstance(op, tile.Loop) and op.var == "kv":
             op = replace(op, ranges=tuple(split(lo, hi, SPLIT) for lo, hi in op.ranges))
-        return [op, Arg("splits", "scalar", Type("i32", (), "reg"))] if op.name == "scale" else [op]
+        return [op, tile.Arg("splits", "scalar", Type("i32", (), "reg"))] if op.name == "scale" else [op]
 
     kernel = made.kernel("fwd").rewrite(change)
     kernel = replace(kernel, grid=(kernel.grid[0], SPLIT, *kernel.grid[1:]))
@@ -136,7 +136,7 @@ def test_split_loops_are_proved_and_counted(name, programs):
     assert evaluate(l2_bytes(after).total, sizes) == programs * evaluate(l2_bytes(before).total, sizes)
 
 
-def visited_by(kernel: Kernel, loop: Loop, values: dict[str, int]) -> list[int]:
+def visited_by(kernel: Kernel, loop: tile.Loop, values: dict[str, int]) -> list[int]:
     """Return the tiles that a program's loop visits."""
     bounds = [[int(evaluate(kernel.resolve(e), values)) for e in pair] for pair in loop.ranges]
     return [j for lo, hi in bounds for j in range(lo, hi)]

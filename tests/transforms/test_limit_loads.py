@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from attngen.errors import VerifyError
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.module import Module
-from attngen.ir.ops import Load
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
@@ -28,7 +29,7 @@ def before(mask: Any, **more: Any) -> Module:
 
 def limits(module: Module) -> dict[str, set[str]]:
     """Return the names of the limited loads of each kernel, by the kernel's name."""
-    found = {k.name: {op.name for op in k.ops() if isinstance(op, Load) and op.needed} for k in module.kernels}
+    found = {k.name: {op.name for op in only(k.ops(), tile.Load) if op.needed} for k in module.kernels}
     return {name: loads for name, loads in found.items() if loads}
 
 

@@ -6,9 +6,10 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr import conjuncts, symbol
 from attngen.ir.expr_text import parse, to_text
-from attngen.ir.ops import Mask
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.transforms.simplify import Simplify, simplify_condition
@@ -73,7 +74,7 @@ def test_bounds_that_vary_along_the_loop_are_not_merged():
     last = {"last": {"tensor": ["B", "Nk"], "dtype": "int32"}}
     mask = {"expr": "kv_idx <= q_idx and kv_idx < last[b, kv_idx]", "params": last}
     made = lower(make_spec({"name": "t", "head_dim": 16, "mask": mask}))
-    masks = {k.name: [to_text(op.where) for op in k.ops() if isinstance(op, Mask)] for k in made.kernels}
+    masks = {k.name: [to_text(op.where) for op in only(k.ops(), tile.Mask)] for k in made.kernels}
     assert masks["fwd"] == ["kv_idx <= min(q_idx, Nk - 1) and kv_idx < last"]
     assert all("last, " not in text and "(last" not in text for texts in masks.values() for text in texts)
 

@@ -9,7 +9,8 @@ from attngen.codegen.render import render
 from attngen.conformance.cases import Case, heads_for
 from attngen.conformance.harness import run_case
 from attngen.errors import VerifyError
-from attngen.ir.ops import Loop, Store, Yield
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
@@ -121,9 +122,15 @@ def test_both_loops_of_a_group_are_split():
     spec = parse_spec("name: wide\nhead_dim: 256\nheads: {sharing: gqa}\nmask: causal\ndropout: true\n")
     for name in ("dk", "dv"):
         kernel = verify(SplitDkdv().run(build_module(spec))).kernel(name)
-        assert [[f for f, _ in op.carry] for op in kernel.ops() if isinstance(op, Loop)] == [[name], [f"{name}_step"]]
-        assert [[f for f, _ in op.values] for op in kernel.ops() if isinstance(op, Yield)] == [[name], [f"{name}_step"]]
-        assert [op.dst.tensor for op in kernel.ops() if isinstance(op, Store)] == [f"d{name[1:].upper()}"]
+        assert [[f for f, _ in op.carry] for op in only(kernel.ops(), tile.Loop)] == [
+            [name],
+            [f"{name}_step"],
+        ]
+        assert [[f for f, _ in op.values] for op in only(kernel.ops(), tile.Yield)] == [
+            [name],
+            [f"{name}_step"],
+        ]
+        assert [op.dst.tensor for op in only(kernel.ops(), tile.Store)] == [f"d{name[1:].upper()}"]
         assert "keep" in kernel.graph
 
 

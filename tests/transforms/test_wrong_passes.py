@@ -13,11 +13,11 @@ import sympy
 
 from attngen.builders import build_module
 from attngen.errors import AttngenError
+from attngen.ir import tile
 from attngen.ir.core import Op
 from attngen.ir.expr import symbol
 from attngen.ir.host import Alloc, Copy, Launch, ListBlocks, Place, SumDistances, View
 from attngen.ir.module import Module
-from attngen.ir.ops import ListPosition, Load, Loop, Map, Mask, SoftmaxStep, Store, Yield
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.transforms.base import Pass
@@ -30,13 +30,13 @@ def range_too_short(op: Op) -> Op:
     """Leave out the last tile of the last range."""
     return (
         replace(op, ranges=(*op.ranges[:-1], (op.ranges[-1][0], op.ranges[-1][1] - 1)))
-        if isinstance(op, Loop) and op.var != "g"
+        if isinstance(op, tile.Loop) and op.var != "g"
         else op
     )
 
 
 def mask_dropped(op: Op) -> Op:
-    return replace(op, where=sympy.true, uses=()) if isinstance(op, Mask) else op
+    return replace(op, where=sympy.true, uses=()) if isinstance(op, tile.Mask) else op
 
 
 def scale_applied_twice(op: Op) -> Op:
@@ -44,14 +44,14 @@ def scale_applied_twice(op: Op) -> Op:
     scale = {symbol(name): symbol(name) ** 2 for name in ("scale", "qk_scale")}
     return (
         replace(op, expr=op.expr.xreplace(scale))
-        if isinstance(op, Map) and op.name in ("lse", "dq_out", "dk_out")
+        if isinstance(op, tile.Map) and op.name in ("lse", "dq_out", "dk_out")
         else op
     )
 
 
 def carry_exchanged(op: Op) -> Op:
     """Exchange the values of the first two fields; a single field keeps its old value."""
-    if not isinstance(op, Yield) or op.name.endswith("group"):
+    if not isinstance(op, tile.Yield) or op.name.endswith("group"):
         return op
     (first, x), *others = op.values
     if not others:
@@ -61,15 +61,15 @@ def carry_exchanged(op: Op) -> Op:
 
 
 def check_removed(op: Op) -> Op:
-    return replace(op, check=()) if isinstance(op, (Load, Store)) else op
+    return replace(op, check=()) if isinstance(op, (tile.Load, tile.Store)) else op
 
 
 def list_position_off(op: Op) -> Op:
-    return replace(op, tile=op.tile - 1) if isinstance(op, ListPosition) else op
+    return replace(op, tile=op.tile - 1) if isinstance(op, tile.ListPosition) else op
 
 
 def guard_removed(op: Op) -> Op:
-    return replace(op, guard="never") if isinstance(op, SoftmaxStep) else op
+    return replace(op, guard="never") if isinstance(op, tile.SoftmaxStep) else op
 
 
 IN_ALL = (range_too_short, mask_dropped, scale_applied_twice, carry_exchanged, check_removed)

@@ -12,9 +12,10 @@ import torch
 
 from attngen.conformance.derive import derive
 from attngen.errors import VerifyError
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import CountTiles, ListPosition, Load, OrderedAdd
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.ir.sizes import Sizes
@@ -99,7 +100,7 @@ def read(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
     """Return the scalars that a program loads at its start, together with the given ones."""
     found = {**unbounded(kernel), **numbers, "b": 0}
     for op in kernel.ops():
-        if isinstance(op, Load) and not op.type.dims:
+        if isinstance(op, tile.Load) and not op.type.dims:
             found[op.name] = int(data[op.src.tensor][tuple(int(evaluate(e, found)) for e in op.src.index)])
     return found
 
@@ -107,13 +108,13 @@ def read(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
 def counted(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
     """Add the results of the loop body's `count_tiles` and `list_position`: the number of tiles whose loop starts at
     `most` or before, and the number of listed tiles before `tile`."""
-    ops = [op for op in kernel.block("step").ops if isinstance(op, (CountTiles, ListPosition))]
+    ops = list(only(kernel.block("step").ops, tile.CountTiles, tile.ListPosition))
     for op in ops:
-        if isinstance(op, CountTiles):
+        if isinstance(op, tile.CountTiles):
             found = int((data[op.src.tensor][..., :: numbers["BLOCK_KV"]] <= evaluate(op.most, numbers)).sum())
         else:
             tiles = range(int(evaluate(op.tile, numbers)))
-            found = sum(is_visible(data, numbers["q_start"], tile * numbers["BLOCK_KV"]) for tile in tiles)
+            found = sum(is_visible(data, numbers["q_start"], number * numbers["BLOCK_KV"]) for number in tiles)
         numbers = numbers | {op.name: found}
     return numbers
 
@@ -143,7 +144,7 @@ def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(mask: str) -> None:
     kernel, generator = fused(mask), torch.Generator().manual_seed(0)
-    (order,) = (op.order for op in kernel.ops() if isinstance(op, OrderedAdd))
+    (order,) = (op.order for op in only(kernel.ops(), tile.OrderedAdd))
     found = last_first_order(made(mask, "dce"), kernel)
     reversed_group = first_first_order(made(mask, "dce"), kernel) if kernel.grid[0].reversed_group else None
     assert found is not None and order == order_by_direction(reversed_group and reversed_group.expr, found.expr)
@@ -208,8 +209,7 @@ def test_a_backward_that_need_not_be_deterministic_has_the_same_semaphore_order(
     )
     made = [lower(make_spec(spec)) for spec in specs]
     adds = [
-        [op for kernel in (*m.kernels, *m.warp_specialized) for op in kernel.ops() if isinstance(op, OrderedAdd)]
-        for m in made
+        [op for kernel in (*m.kernels, *m.warp_specialized) for op in only(kernel.ops(), tile.OrderedAdd)] for m in made
     ]
     assert len(adds[0]) == 2 and adds[0] == adds[1]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.core import Op
 from attngen.ir.dims import AXIS_DIM, GROUPED, PADDED
 from attngen.ir.expr import Expr
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import ROW_AXES
-from attngen.ir.ops import Deinterleave, Init, Loop, Mask, SoftmaxStep, Yield
 from attngen.targets.printing.printer import to_triton
 
 
@@ -28,23 +28,23 @@ class ExpressionContext:
         names: dict[str, str] = {}
         for op in self.kernel.ops():
             for f in op.results():
-                halved = f"{op.name}_{f}" if isinstance(op, Deinterleave) else f
+                halved = f"{op.name}_{f}" if isinstance(op, tile.Deinterleave) else f
                 names[f"{op.name}.{f}" if f else op.name] = f"{f}_new" if f in ("m", "l") else (halved or op.name)
         for loop in self.kernel.loops:  # outermost first: entry comes before bodies
             for f, start in loop.carry:
-                shared = f if isinstance(self.kernel.op(start), Init) else names[start]
+                shared = f if isinstance(self.kernel.op(start), tile.Init) else names[start]
                 for ref in (start, f, f"{loop.name}.{f}"):
                     names[ref] = shared
         for op in self.kernel.ops():
-            if isinstance(op, Mask):  # a loop that does not apply it sees the value unchanged
+            if isinstance(op, tile.Mask):  # a loop that does not apply it sees the value unchanged
                 names[op.name] = names[op.value]
         for block in self.kernel.blocks:
             for op in block.ops:
-                if isinstance(op, Yield):
+                if isinstance(op, tile.Yield):
                     self._reuse_carried(names, op, block.ops)
         return names
 
-    def _reuse_carried(self, names: dict[str, str], yielded: Yield, ops: tuple[Op, ...]) -> None:
+    def _reuse_carried(self, names: dict[str, str], yielded: tile.Yield, ops: tuple[Op, ...]) -> None:
         """Let a yielded value take the carried variable if nothing reads the old value once the new one is made."""
         position = {op.name: i for i, op in enumerate(ops)}
         for f, ref in (pair for pair in yielded.values if pair[0] in names):
@@ -55,7 +55,7 @@ class ExpressionContext:
                 op for op in self.kernel.ops() if op.name not in position and f in op.operands()
             ]  # in loops inside the body
             defined = self.kernel.op(ref)
-            if not later and not isinstance(defined, (Loop, SoftmaxStep)):
+            if not later and not isinstance(defined, (tile.Loop, tile.SoftmaxStep)):
                 names[ref] = names[f]
 
     def var(self, ref: str) -> str:

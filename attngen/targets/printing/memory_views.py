@@ -6,23 +6,11 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.core import Access
+from attngen.ir import tile
+from attngen.ir.core import Access, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of, dimension, first_row
 from attngen.ir.expr import Bool, symbol
 from attngen.ir.names import ROW_AXES, STARTS, stride_names
-from attngen.ir.ops import (
-    Append,
-    Arg,
-    CacheLength,
-    CountTiles,
-    Gather,
-    Load,
-    Loop,
-    OrderedAccumulate,
-    OrderedAdd,
-    Scatter,
-    Store,
-)
 from attngen.targets.printing.expressions import ExpressionContext
 
 NEAR_ROWS = 256  # offsets in so many rows fit 32 bits, because calls keep the row stride below 2**23 elements
@@ -51,11 +39,11 @@ class MemoryContext(ExpressionContext):
     def _loops_over_splits(self) -> bool:
         return any(axis.var == "KV_split" for axis in self.kernel.grid)
 
-    def _pages_by_tile(self, op: Loop) -> Gather | None:
+    def _pages_by_tile(self, op: tile.Loop) -> tile.Gather | None:
         """The page numbers of a loop's tiles, if each tile lies in one page: then TMA reads the tiles."""
-        loads = [load for load in self.kernel.block(op.body).ops if isinstance(load, Load) and load.pages and load.via]
+        loads = [load for load in only(self.kernel.block(op.body).ops, tile.Load) if load.pages and load.via]
         table = self.kernel.op(loads[0].pages) if loads and loads[0].pages else None
-        return table if isinstance(table, Gather) else None
+        return table if isinstance(table, tile.Gather) else None
 
     @property
     def lookup_options(self) -> str:
@@ -77,12 +65,12 @@ class MemoryContext(ExpressionContext):
 
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)
-        assert isinstance(tensor, Arg)
+        assert isinstance(tensor, tile.Arg)
         users = [self.kernel.op(name) for name in self.kernel.graph.successors(op.name)]
-        described = "yes" if all(isinstance(u, Load) and u.via for u in users) else ""
+        described = "yes" if all(isinstance(u, tile.Load) and u.via for u in users) else ""
         return {"var": op.name, "expr": self._start(op.src, tensor), "described": described}
 
-    def _start(self, access: Access, tensor: Arg) -> str:
+    def _start(self, access: Access, tensor: tile.Arg) -> str:
         """The address of the first row of one (batch, head) of a tensor, in 64 bits."""
         indices = (
             (i, stride) for i, stride in zip(access.index, stride_names(tensor.name, tensor.type.dims)) if i != 0
@@ -99,14 +87,14 @@ class MemoryContext(ExpressionContext):
         """The same, counted from the tensor's first row."""
         return f"{axis}_idx"
 
-    def _pointer(self, access: Access, tile: tuple[str, ...] = ()) -> str:
+    def _pointer(self, access: Access, shape: tuple[str, ...] = ()) -> str:
         """The address of a tile: the start of its rows as a 64-bit scalar, plus 32-bit offsets inside the tile."""
         source = self.kernel.op(access.tensor)
-        tensor = source if isinstance(source, Arg) else self.kernel.op(source.src.tensor)  # type: ignore[attr-defined]
-        assert isinstance(tensor, Arg)
+        tensor = source if isinstance(source, tile.Arg) else self.kernel.op(source.src.tensor)  # type: ignore[attr-defined]
+        assert isinstance(tensor, tile.Arg)
         strides = [*stride_names(tensor.name, tensor.type.dims), ""][-len(access.index) :]
         scalars, tiles = [access.tensor], []
-        dims = _as_tile(access, tile)
+        dims = _as_tile(access, shape)
         for at, (index, stride) in enumerate(zip(access.index, strides)):
             if index == 0:
                 continue
@@ -120,12 +108,12 @@ class MemoryContext(ExpressionContext):
             )
             if axis == self.kernel.program_axis and times and spread and self._loops_over_splits:
                 # One product per iteration: offsets that are the same in all iterations would be kept in registers.
-                row = self._row_of_tensor(axis, tile)
+                row = self._row_of_tensor(axis, shape)
                 tiles.append(f"{row if row.isidentifier() else f'({row})'}.to(tl.int64){spread}{times}")
             elif axis in ROW_AXES:
                 start = self.scalar(index.subs(symbol(axis), symbol(self.kernel.first_row(access, at, axis))))
                 scalars.append(f"tl.cast({start}, tl.int64){times}" if times else start)
-                tiles.append(f"{self._row_of_tile(axis, tile)}{spread}{times}")
+                tiles.append(f"{self._row_of_tile(axis, shape)}{spread}{times}")
             else:
                 tiles.append(f"{axis}{spread}")
         inner = " + ".join(tiles)
@@ -148,14 +136,14 @@ class MemoryContext(ExpressionContext):
                 conditions.append(text)
         return " & ".join(conditions)
 
-    def _cache_length(self, op: CacheLength, cls: str) -> dict[str, Any]:
+    def _cache_length(self, op: tile.CacheLength, cls: str) -> dict[str, Any]:
         return {"var": op.name, "tensor": op.src.tensor}
 
     def _rows_in_cache(self, access: Access, pages: str | None, rows: str) -> str:
         """The address of the rows `rows` of a sequence in a cache, each at its own place; `pages` holds their pages if
         the cache is paged."""
         tensor = self.kernel.op(access.tensor)
-        assert isinstance(tensor, Arg)
+        assert isinstance(tensor, tile.Arg)
         strides = [*stride_names(tensor.name, tensor.type.dims), ""]
         *heads, _, column = access.index
         terms = [tensor.name]
@@ -172,7 +160,7 @@ class MemoryContext(ExpressionContext):
         )
         return " + ".join([*terms, of_row, f"{column}[None, :]"])
 
-    def _append(self, op: Append, cls: str) -> dict[str, Any]:
+    def _append(self, op: tile.Append, cls: str) -> dict[str, Any]:
         rows = self.var(op.rows)
         inside = f"((kv_idx < Nk) & ({rows} >= 0) & ({rows} < Nc))[:, None]"
         columns = [(axis, when) for axis, when in op.check if axis not in ("q", "kv")]
@@ -180,14 +168,14 @@ class MemoryContext(ExpressionContext):
         ptr = self._rows_in_cache(op.dst, op.pages, rows)
         return {"input_gradient": False, "distances": (), "ptr": ptr, "value": self.var(op.value), "check": check}
 
-    def _load(self, op: Load, cls: str) -> dict[str, Any]:
+    def _load(self, op: tile.Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls, op.type.dims, op.needed)
         other = "False" if op.type.dtype == "b1" else "0" if op.type.quantised else self._constant(op.other)
         pointer = self._rows_in_cache(op.src, op.pages, "kv_idx") if op.pages else self._pointer(op.src, op.type.dims)
         text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other, **self._own_columns(op)}
         return {**text, "described": self._described(op, cls) if op.via else ""}
 
-    def _own_columns(self, op: Load) -> dict[str, str]:
+    def _own_columns(self, op: tile.Load) -> dict[str, str]:
         """For a load of some columns of a tile: that tile, and the condition that they are not all its columns."""
         if not op.columns_of:
             return {"whole": ""}
@@ -195,7 +183,7 @@ class MemoryContext(ExpressionContext):
         letter = next(axis for axis, dim in COLUMN_DIM.items() if dim == WHOLE[own])
         return {"whole": self.var(op.columns_of), "part": f"{own} < {self._width(letter)}"}
 
-    def _described(self, op: Load, cls: str) -> str:
+    def _described(self, op: tile.Load, cls: str) -> str:
         """The expression of a tile read by descriptor, whose sequence and head are dimensions of one element.
 
         A page holds whole tiles. Rows of the cache past the sequence's end may hold NaN: if rows are summed over, they
@@ -205,7 +193,7 @@ class MemoryContext(ExpressionContext):
         rows, _ = op.src.axes()
         places, start = [self.scalar(i) for i in index[:-2]], self.row(rows)
         if op.pages:
-            assert isinstance(tensor, Arg)
+            assert isinstance(tensor, tile.Arg)
             places = [f"{self.var(op.pages)}_of_tile", *places]
             start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
         read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
@@ -215,7 +203,7 @@ class MemoryContext(ExpressionContext):
         zero = "0" if op.type.quantised else "0.0"
         return f"tl.where({check}, {read}, {zero})" if check and self.kernel.zeroes_past_end(op) else read
 
-    def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
+    def _gather(self, op: tile.Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)
         other = "False" if op.type.dtype == "b1" else "0"
         return {
@@ -227,7 +215,7 @@ class MemoryContext(ExpressionContext):
             "described": self._page_of_tile(op),
         }
 
-    def _page_of_tile(self, op: Gather) -> str:
+    def _page_of_tile(self, op: tile.Gather) -> str:
         """The variable of the tile's page number, if `op` reads that and the loop has read it for TMA; else empty."""
         if op.src.tensor != "PAGE_TABLE" or op.type.dims:
             return ""
@@ -235,42 +223,42 @@ class MemoryContext(ExpressionContext):
         pages = next((self._pages_by_tile(loop) for loop in self.kernel.loops if loop.body == block), None)
         return f"{pages.name}_of_tile" if pages else ""
 
-    def _scatter(self, op: Scatter, cls: str) -> dict[str, Any]:
+    def _scatter(self, op: tile.Scatter, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.dst, op.where, dict(op.uses), self.kernel.type_of(op.value).dims)
         return {"ptr": pointer, "value": self.var(op.value), "check": condition, "op": op.op}
 
-    def _places(self, access: Access, where: Bool, uses: dict[str, str], tile: tuple[str, ...]) -> tuple[str, str]:
+    def _places(self, access: Access, where: Bool, uses: dict[str, str], shape: tuple[str, ...]) -> tuple[str, str]:
         """The address of each element, with heads and sequences in 64 bits and offsets in the last dimension in 32;
         and the condition, if any."""
         tensor = self.kernel.op(access.tensor)
-        assert isinstance(tensor, Arg)
+        assert isinstance(tensor, tile.Arg)
         terms, offset = [access.tensor], ""
         for index, stride in zip(access.index, [*stride_names(tensor.name, tensor.type.dims), ""]):
             if index == 0:
                 continue
-            text = self._text(index, uses, tile)
-            spread = self._spread(index.free_symbols, uses, tile)
+            text = self._text(index, uses, shape)
+            spread = self._spread(index.free_symbols, uses, shape)
             text = f"({text}){spread}" if spread else text
             if stride:
                 terms.append(
                     f"({text}).to(tl.int64) * {stride}"
-                    if tile and spread is not None
+                    if shape and spread is not None
                     else f"tl.cast({text}, tl.int64) * {stride}"
                 )
             else:
                 offset = text
-        condition = "" if where == sympy.true else self._text(where, uses, tile)
-        spread = self._spread(where.free_symbols, uses, tile) if condition else None
+        condition = "" if where == sympy.true else self._text(where, uses, shape)
+        spread = self._spread(where.free_symbols, uses, shape) if condition else None
         return " + ".join([*terms, offset] if offset else terms), f"({condition}){spread}" if spread else condition
 
     def _is_input_gradient(self, tensor: str) -> bool:
         return tensor in {x.partials for x in self.module.input_gradients if x.reduction != "delta"}
 
-    def _store(self, op: Store, cls: str) -> dict[str, Any]:
+    def _store(self, op: tile.Store, cls: str) -> dict[str, Any]:
         input_gradient = self._is_input_gradient(self.kernel.accessed(op)[0].name)
         if op.by:
             tensor = self.kernel.op(op.dst.tensor)
-            assert isinstance(tensor, Arg)
+            assert isinstance(tensor, tile.Arg)
             args = [
                 self._start(op.dst, tensor),
                 self.var(op.value),
@@ -287,31 +275,31 @@ class MemoryContext(ExpressionContext):
                 "distances": args,
                 "where": f"{op.first_along}_start == 0" if op.first_along else "",
             }
-        tile = self.kernel.type_of(op.value).dims
-        check = self._check(op.check, op.dst, cls, tile)
+        shape = self.kernel.type_of(op.value).dims
+        check = self._check(op.check, op.dst, cls, shape)
         if op.first_along:
-            rows = check if len(tile) > 1 else f"({check})"
+            rows = check if len(shape) > 1 else f"({check})"
             check = f"{rows} & ({op.first_along}_start == 0)"
         return {
             "input_gradient": input_gradient,
             "distances": (),
-            "ptr": self._pointer(op.dst, tile),
+            "ptr": self._pointer(op.dst, shape),
             "value": self.var(op.value),
             "check": check,
         }
 
-    def _ordered_add(self, op: OrderedAdd | OrderedAccumulate, cls: str) -> dict[str, Any]:
+    def _ordered_add(self, op: tile.OrderedAdd | tile.OrderedAccumulate, cls: str) -> dict[str, Any]:
         assert op.semaphore is not None
         semaphore = self.kernel.op(op.semaphore.tensor)
-        assert isinstance(semaphore, Arg)
+        assert isinstance(semaphore, tile.Arg)
         return {"semaphore": self._start(Access(semaphore.name, op.semaphore.index[:-1]), semaphore)}
 
     _ordered_accumulate = _ordered_add
 
-    def _count_tiles(self, op: CountTiles, cls: str) -> dict[str, Any]:
+    def _count_tiles(self, op: tile.CountTiles, cls: str) -> dict[str, Any]:
         """The address of the numbers to count, and the bound `most` that the counted ones do not exceed."""
         tensor = self.kernel.op(op.src.tensor)
-        assert isinstance(tensor, Arg)
+        assert isinstance(tensor, tile.Arg)
         (axis,) = op.src.axes()
         rows = {"own": f"{axis}_start", "end": AXIS_EXTENT[axis], "rows": AXIS_DIM[axis]}
         start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, COLUMN_DIM, SPLIT_DIM
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis
 from attngen.ir.names import ROW_AXES
-from attngen.ir.ops import Load
 from attngen.targets.printing.memory_views import MemoryContext
 from attngen.targets.printing.split_kv import split_args
 
@@ -98,7 +99,7 @@ class ProgramContext(MemoryContext):
         """The line that names the element type: that of an output, or of an input if no output has it."""
         tensors = [a for a in self.kernel.args if a.type.dtype == "T"]
         tensor = next((a.name for a in tensors if a.role == "out"), tensors[0].name)
-        loads = (op for op in self.kernel.ops() if isinstance(op, Load) and op.via)
+        loads = (op for op in only(self.kernel.ops(), tile.Load) if op.via)
         described = any(self.kernel.accessed(op)[0].name == tensor for op in loads)
         return f"dtype = {f'{tensor}.dtype if TMA else ' * described}{tensor}.dtype.element_ty"
 

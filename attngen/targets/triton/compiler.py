@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from attngen.devices import CLASSES
+from attngen.ir import tile
 from attngen.ir.dtypes import of_size
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.names import ROWS, stride_names
-from attngen.ir.ops import Load
 from attngen.targets.common.ahead import (
     FLAGS,
     TYPES,
@@ -69,13 +69,16 @@ def job(module: Module, kernel: Kernel, config: Config, file: Path, arch: int | 
     types, dims = [], sizes(module, config)
     described = {}  # tensor -> rows and columns of its tiles
     for op in kernel.ops():
-        if isinstance(op, Load) and op.via:
+        if isinstance(op, tile.Load) and op.via:
             described[kernel.accessed(op)[0].name] = ", ".join(str(dims[d]) for d in op.type.unpadded)
     for arg in kernel.args:
         dtype = element if arg.type.dtype == "T" else TYPES.get(arg.type.dtype, arg.type.dtype)
-        tile = described.get(arg.name) if config.tma else None
+        block = described.get(arg.name) if config.tma else None
         types.append(
-            (arg.name, f"tensordesc<{dtype}[1, 1, {tile}]>" if tile else dtype if arg.role == "scalar" else f"*{dtype}")
+            (
+                arg.name,
+                f"tensordesc<{dtype}[1, 1, {block}]>" if block else dtype if arg.role == "scalar" else f"*{dtype}",
+            )
         )
     return Job(
         file,

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from attngen.devices import CLASSES, DeviceClass
 from attngen.heuristics import MANY_ROWS, REACH, WIDEST_ACC
+from attngen.ir import tile
 from attngen.ir.dims import unpadded
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Dot, Load
 from attngen.targets.triton.fit import why_not_fit
 from attngen.targets.triton.matrix_units import from_shared, score_tile
 from attngen.targets.triton.registers import registers_per_thread
@@ -194,7 +194,10 @@ def _streams(kernel: Kernel) -> int:
     """The number of tiles that an iteration of the loop over tiles loads for products."""
     bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
     return max(
-        (sum(isinstance(op, Load) and op.type.space == "sram" for op in kernel.block(body).ops) for body in bodies),
+        (
+            sum(isinstance(op, tile.Load) and op.type.space == "sram" for op in kernel.block(body).ops)
+            for body in bodies
+        ),
         default=0,
     )
 
@@ -221,7 +224,7 @@ def occupancy(module: Module, kernel: Kernel, config: Config) -> int:
     return max(1, min(by_sram, device.registers_per_sm // (registers * threads)))
 
 
-def dot_flops(module: Module, kernel: Kernel, op: Dot, config: Config, least_rows: int = 1) -> int:
+def dot_flops(module: Module, kernel: Kernel, op: tile.Dot, config: Config, least_rows: int = 1) -> int:
     """FLOPs of one dot on one tile. An accumulator with fewer rows than the matrix instruction takes all its rows."""
     dims = sizes(module, config)
     a, b = (dims[d] for d in op.type.unpadded)

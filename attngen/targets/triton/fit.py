@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from attngen.devices import CLASSES
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import unpadded
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Dot, Gather, Interleave, Load, Scatter, Store
 from attngen.targets.triton.matrix_units import SCORES, aligned, by_warp_groups, in_tf32, takes_scores
 from attngen.targets.triton.sram import is_continued, is_read_alike, reduces_single_product, sram_bytes
 from attngen.tiles.sizes import mode, sizes
@@ -20,16 +21,16 @@ def slack(module: Module, kernel: Kernel, config: Config) -> str | None:
     """Why the closed form may exceed the number that the compiler reports; None if both should be equal."""
     if kernel.rewriting:
         return "a tile that is rewritten changes layout through shared memory, in as many steps as the compiler takes"
-    if any(isinstance(op, Interleave) for op in kernel.ops()):
+    if any(only(kernel.ops(), tile.Interleave)):
         return "even and odd columns change layout to be interleaved, in as many steps as the compiler takes"
     if reduces_single_product(kernel):
         return "warps exchange partial sums of rows, and the compiler chooses how many warps share a row"
     if not aligned(module):
         return "rows of a head dimension that is not a multiple of 16 are not copied ahead"
-    if any(isinstance(op, Load) and op.pages for op in kernel.ops()):
+    if any(op.pages for op in only(kernel.ops(), tile.Load)):
         return "loads of rows in pages wait for the page numbers, so fewer tiles are copied ahead"
     if CLASSES[config.device].shares_stationary and any(
-        isinstance(op, Load) and is_read_alike(kernel, op) for op in kernel.ops()
+        is_read_alike(kernel, op) for op in only(kernel.ops(), tile.Load)
     ):
         return "scores may change layout in the buffer of a tile that several products have read"
     if config.num_stages == 1 and kernel.loops:
@@ -37,13 +38,13 @@ def slack(module: Module, kernel: Kernel, config: Config) -> str | None:
     if kernel.dots and in_tf32(module, config):
         return "in TF32 a tile that several products read may change layout through shared memory"
     if kernel.dots and any(
-        isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and set(op.type.dims) == SCORES for op in kernel.ops()
+        op.type.dtype == "b1" and set(op.type.dims) == SCORES for op in only(kernel.ops(), tile.Gather, tile.Load)
     ):
         return "a boolean per score may be loaded where it is used, without a change of layout"
-    if any(isinstance(op, Load) and op.type.dims == ("BLOCK_KV", "BLOCK_Q") for op in kernel.ops()):
+    if any(op.type.dims == ("BLOCK_KV", "BLOCK_Q") for op in only(kernel.ops(), tile.Load)):
         return "a tile of scores that is loaded transposed may not be copied ahead"
-    moved = [kernel.type_of(op.value) for op in kernel.ops() if isinstance(op, (Scatter, Store))]
-    moved += [op.type for op in kernel.ops() if isinstance(op, Gather)]
+    moved = [kernel.type_of(op.value) for op in only(kernel.ops(), tile.Scatter, tile.Store)]
+    moved += [op.type for op in only(kernel.ops(), tile.Gather)]
     if any(set(t.dims) == SCORES for t in moved):
         return "tiles of scores that are gathered, or stored in the loop, may share room one after another"
     if kernel.has_dropout and CLASSES[config.device].moves_random:
@@ -79,7 +80,7 @@ def _exceeds_tensor_memory(module: Module, kernel: Kernel, config: Config) -> st
     Two tiles share columns if each has half as many rows as a column.
     """
     device, dims = CLASSES[config.device], sizes(module, config)
-    if not (device.tensor_columns and any(isinstance(op, Load) and is_continued(kernel, op) for op in kernel.ops())):
+    if not (device.tensor_columns and any(is_continued(kernel, op) for op in only(kernel.ops(), tile.Load))):
         return None
     made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.dots if takes_scores(kernel, dot)]
     columns = sum(dims[dot.type.unpadded[1]] for dot in kernel.dots) + sum(made) * config.elem_bytes // 4
@@ -110,7 +111,7 @@ def _reads_unset_register(module: Module, kernel: Kernel, config: Config) -> str
     scores = [dot for dot in kernel.dots if set(dot.type.dims) == SCORES]
     widest = max(dims[unpadded(dot.over)] for dot in scores)
 
-    def width(dot: Dot) -> int:
+    def width(dot: tile.Dot) -> int:
         return dims[dot.type.unpadded[1]]
 
     only_readers = (
@@ -119,12 +120,12 @@ def _reads_unset_register(module: Module, kernel: Kernel, config: Config) -> str
         if takes_scores(kernel, dot) and sum(dot.b in (other.a, other.b) for other in kernel.dots) == 1
     )
     narrow = [dot for dot in only_readers if width(dot) < widest and width(dot) * config.elem_bytes <= NARROW]
-    made = [dot for dot in narrow if not isinstance(kernel.op(dot.b), Load)]
+    made = [dot for dot in narrow if not isinstance(kernel.op(dot.b), tile.Load)]
     wrong = made if config.tma and config.num_stages > 1 else narrow
     if not wrong:
         return None
     rows = scores[0].type.dims[0]
-    described = not made and any(isinstance(op, Load) and op.via for op in kernel.ops())
+    described = not made and any(op.via for op in only(kernel.ops(), tile.Load))
     return (
         f"on {config.device} the kernel @{kernel.name} is wrong with {rows}={dims[rows]}: tiles of {width(wrong[0])} "
         "columns stay at one place in shared memory, and ptxas has products read a register that nothing has written; "
@@ -146,7 +147,7 @@ def miscounts(module: Module, kernel: Kernel, config: Config) -> str | None:
         return None
     if by_warp_groups(module, kernel, config):
         return None
-    narrow = any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and op.type.dims for op in kernel.ops())
+    narrow = any(op.type.dtype == "b1" and op.type.dims for op in only(kernel.ops(), tile.Gather, tile.Load))
     dims = sizes(module, config)
     over = next((dot.over for dot in kernel.dots if dot.over in SCORES and dims[dot.over] < JOINED_ROWS), None)
     if over is None or not narrow:

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
+from attngen.ir import tile
 from attngen.ir.dims import PADDED
 from attngen.ir.module import DoesNotFit, Module
-from attngen.ir.ops import Load, Scan
 from attngen.targets.common.base import Printed
 from attngen.targets.printing.context import KernelContext
 from attngen.targets.printing.split_kv import split_functions
@@ -51,7 +51,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "floors": any(view.words & {"_floor_div", "_floor_mod"} for view in views.values()),
         "quantised": module.cache is not None and bool(module.cache.dtype),
         "groups": any("_of_columns" in view.words for view in views.values()),
-        "scans": any(isinstance(op, Scan) for kernel in module.kernels for op in kernel.ops()),
+        "scans": any(isinstance(op, tile.Scan) for kernel in module.kernels for op in kernel.ops()),
         "casts": any(view.words & {"_to_floor", "_to_int", "_to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
@@ -62,7 +62,9 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
 
 def _page(module: Module) -> str:
     """The number of rows of a page, if descriptors read from pages; else empty text."""
-    described = any(isinstance(op, Load) and op.pages and op.via for kernel in module.kernels for op in kernel.ops())
+    described = any(
+        isinstance(op, tile.Load) and op.pages and op.via for kernel in module.kernels for op in kernel.ops()
+    )
     return module.cache.page if module.cache and described else ""
 
 

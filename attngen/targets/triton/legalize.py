@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.heuristics import WIDE
+from attngen.ir import tile
 from attngen.ir.core import Access, Op, Type
 from attngen.ir.dims import WHOLE, axis_of
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Append, Arg, Base, Dot, Load, Loop, Map, Store
 from attngen.transforms.base import Pass, padded
 
 
@@ -55,7 +55,9 @@ class LegalizeTriton(Pass):
 
 def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
     """A loop that recomputes its invariants if it has no registers to spare; other ops as they are."""
-    if not isinstance(op, Loop) or op.var == "KV_splits":  # an accumulator of one row leaves registers for the rest
+    if (
+        not isinstance(op, tile.Loop) or op.var == "KV_splits"
+    ):  # an accumulator of one row leaves registers for the rest
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     halves = kernel.reads_quantised  # of one accumulator
@@ -67,7 +69,7 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
 
 def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> list[Op]:
     """The casts that a dot needs, and the dot of the cast operands. Values in `cast` already have a cast."""
-    if not isinstance(op, Dot):
+    if not isinstance(op, tile.Dot):
         return [op]
     casts: list[Op] = []
     renamed = {}
@@ -78,7 +80,7 @@ def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> li
             short = ref.rpartition(".")[2]
             renamed[ref] = f"{short}_cast"
             if ref not in cast:
-                casts.append(Map(renamed[ref], symbol(short), ((short, ref),), replace(source, dtype=dtype)))
+                casts.append(tile.Map(renamed[ref], symbol(short), ((short, ref),), replace(source, dtype=dtype)))
                 cast.add(ref)
     operands = {k: v for k, v in renamed.items() if k != op.acc}
     return [*casts, replace(op.with_operands(operands), precision=precision)]
@@ -87,15 +89,15 @@ def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> li
 def _bases(kernel: Kernel) -> Kernel:
     """Compute one pointer per tensor and head, in the outermost block that knows the head."""
     parents = {loop.body: (kernel.graph.nodes[loop.name]["block"], loop.variables) for loop in kernel.loops}
-    made: dict[tuple[str, str], Base] = {}
+    made: dict[tuple[str, str], tile.Base] = {}
     renamed: dict[str, Access] = {}
 
     for block in kernel.blocks:
         for op in block.ops:
-            if not isinstance(op, (Load, Store)):
+            if not isinstance(op, (tile.Load, tile.Store)):
                 continue
-            access = op.dst if isinstance(op, Store) else op.src
-            if not access.axes() or isinstance(op, Append) or (isinstance(op, Load) and op.pages):
+            access = op.dst if isinstance(op, tile.Store) else op.src
+            if not access.axes() or isinstance(op, tile.Append) or (isinstance(op, tile.Load) and op.pages):
                 continue  # rows at computed places of a cache have no common start
             scalars = tuple(i for i in access.index if not axis_of(i))
             if not any(scalars):
@@ -106,18 +108,18 @@ def _bases(kernel: Kernel) -> Kernel:
                 home = parents[home][0]
             name = f"{access.tensor}_{'batch' if scalars == (symbol('b'),) else 'head'}"
             name += "".join(f"_{i}" for i in scalars[2:] if i.is_Integer)  # an entry, after its sequence and head
-            made.setdefault((home, name), Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
+            made.setdefault((home, name), tile.Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
             renamed[op.name] = Access(name, tuple(i for i in access.index if axis_of(i)))
 
     def change(_: str, op: Op) -> list[Op]:
         if op.name not in renamed:
             return [op]
         moved: Any = op
-        return [replace(moved, **{"dst" if isinstance(op, Store) else "src": renamed[op.name]})]
+        return [replace(moved, **{"dst" if isinstance(op, tile.Store) else "src": renamed[op.name]})]
 
     blocks = []
     for block in kernel.rewrite(change).blocks:
         bases = [base for (home, _), base in made.items() if home == block.name]
-        first = next((i for i, op in enumerate(block.ops) if not isinstance(op, Arg)), len(block.ops))
+        first = next((i for i, op in enumerate(block.ops) if not isinstance(op, tile.Arg)), len(block.ops))
         blocks.append(replace(block, ops=(*block.ops[:first], *bases, *block.ops[first:])))
     return replace(kernel, blocks=tuple(blocks))

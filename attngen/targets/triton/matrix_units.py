@@ -6,10 +6,10 @@ from functools import cache
 from typing import TypeGuard
 
 from attngen.devices import CLASSES
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Dot, Load, Map
 from attngen.tiles.sizes import mode, sizes
 
 MFMA_ROWS = 32  # rows of the largest matrix instruction of gfx942
@@ -67,21 +67,21 @@ def _ready_scores(kernel: Kernel) -> int:
     """Number of tiles of scores that are computed when the first product that reads one starts."""
     (body,) = {loop.body for loop in kernel.loops if loop.cls != "all"}
     ops = kernel.walk(body)
-    first = next(i for i, op in enumerate(ops) if isinstance(op, Dot) and _accumulates_scores(kernel, op))
+    first = next(i for i, op in enumerate(ops) if isinstance(op, tile.Dot) and _accumulates_scores(kernel, op))
     ready = {op.name for op in ops[:first]}
-    sources = [kernel.op(op.a) for op in ops if isinstance(op, Dot) and _accumulates_scores(kernel, op)]
+    sources = [kernel.op(op.a) for op in only(ops, tile.Dot) if _accumulates_scores(kernel, op)]
     made = [
-        op.uses[0][1] if isinstance(op, Map) and op.type.dtype == "T" else op.name for op in sources
+        op.uses[0][1] if isinstance(op, tile.Map) and op.type.dtype == "T" else op.name for op in sources
     ]  # of a cast, its operand
     return sum(name.split(".")[0] in ready for name in made)
 
 
-def _accumulates_scores(kernel: Kernel, op: Dot) -> bool:
+def _accumulates_scores(kernel: Kernel, op: tile.Dot) -> bool:
     """True if a product accumulates scores, or a function of them, times another tile."""
     return bool(op.acc) and takes_scores(kernel, op)
 
 
-def takes_scores(kernel: Kernel, op: Dot) -> bool:
+def takes_scores(kernel: Kernel, op: tile.Dot) -> bool:
     """True if the left operand of a product is a tile of scores, or a function of one."""
     return set(kernel.type_of(op.a).dims) == SCORES
 
@@ -103,8 +103,8 @@ def _moves_scores(module: Module, kernel: Kernel, config: Config) -> bool:
     return not on_matrix_units(module, kernel, config) or any(rows < columns for rows, columns in results)
 
 
-def in_sram(op: Op) -> TypeGuard[Load]:
-    return isinstance(op, Load) and op.type.space == "sram"
+def in_sram(op: Op) -> TypeGuard[tile.Load]:
+    return isinstance(op, tile.Load) and op.type.space == "sram"
 
 
 def aligned(module: Module) -> bool:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.devices import CLASSES
-from attngen.ir.core import TENSORS
+from attngen.ir import tile
+from attngen.ir.core import TENSORS, only
 from attngen.ir.dims import AXIS_DIM, PADDED, axis_of, unpadded
 from attngen.ir.dtypes import QUANTISED, by_precision
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Arg, Deinterleave, Dot, Load, Store
 from attngen.targets.triton.fit import why_not_fit
 from attngen.tiles.launches import combine_warps
 from attngen.tiles.sizes import tile_width
@@ -20,12 +20,12 @@ from attngen.tiles.sizes import tile_width
 def described(module: Module, kernel: Kernel) -> Iterator[str]:
     """A load by descriptor reads a tile of rows of one head to shared memory, with zeros out of bounds; only configs of
     devices with TMA use descriptors."""
-    by_descriptor = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
+    by_descriptor = [op for op in only(kernel.ops(), tile.Load) if op.via]
     for op in by_descriptor:
         tensor, index = kernel.accessed(op)
         rows = [axis_of(i) for i in index if axis_of(i)]
         whole = (
-            isinstance(tensor, Arg)
+            isinstance(tensor, tile.Arg)
             and tensor.role == "in"
             and len(index) + bool(op.pages) == 4
             and [str(i) for i in index[-2:]] == rows
@@ -69,7 +69,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
     as a program may have."""
     for op in kernel.ops():
         for t in op.results().values():
-            for name, width in module.widths.items() if not (isinstance(op, Arg) and op.role in TENSORS) else ():
+            for name, width in module.widths.items() if not (isinstance(op, tile.Arg) and op.role in TENSORS) else ():
                 wrong = name if width & (width - 1) else PADDED[name]
                 if wrong in t.dims:
                     state = "padded" if wrong == name else "not padded"
@@ -123,8 +123,8 @@ def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
     their precision."""
     precision = module.precision if by_precision(module.dtypes) else ""
     for op in kernel.ops():
-        if isinstance(op, Dot):
-            dtype = "fp16" if isinstance(kernel.op(op.b), Deinterleave) else "T"  # an 8-bit operand
+        if isinstance(op, tile.Dot):
+            dtype = "fp16" if isinstance(kernel.op(op.b), tile.Deinterleave) else "T"  # an 8-bit operand
             for ref in (op.a, op.b):
                 if kernel.type_of(ref).dtype != dtype:
                     yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to {dtype} first"
@@ -138,10 +138,10 @@ def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
 def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
     """Tiles padded to a power of two check the head dimension on every access."""
     for op in kernel.ops():
-        if isinstance(op, (Load, Store)):
-            tile = kernel.type_of(op.value) if isinstance(op, Store) else op.type
+        if isinstance(op, (tile.Load, tile.Store)):
+            of = kernel.type_of(op.value) if isinstance(op, tile.Store) else op.type
             axes = {a for a, when in op.check if when == "always"}
-            for padded, dim in zip(tile.dims, tile.unpadded):
+            for padded, dim in zip(of.dims, of.unpadded):
                 axis = next(letter for letter, known in AXIS_DIM.items() if known == dim) if padded != dim else ""
                 if axis and axis not in axes:
                     yield f"%{op.name} is padded to {padded} but does not check {axis}"

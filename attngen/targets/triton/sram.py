@@ -9,13 +9,13 @@ import sympy
 
 from attngen.devices import CLASSES, DeviceClass
 from attngen.heuristics import COMBINE_COLUMNS_PER_THREAD
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
 from attngen.ir.names import STATISTICS
-from attngen.ir.ops import Deinterleave, Gather, Interleave, Load, Map, Reduce, Scan, Scatter, Store
 from attngen.targets.triton.matrix_units import (
     MFMA_ROWS,
     SCORES,
@@ -62,8 +62,8 @@ def sram_formula(
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
     shares_stationary = device.shares_stationary and not rewrites  # tiles loaded once and in a loop share their room
-    loads = [op for op in kernel.ops() if isinstance(op, Load) and not _is_pair_mask(kernel, op)]
-    pairs = [op for op in kernel.ops() if isinstance(op, Deinterleave)]
+    loads = [op for op in only(kernel.ops(), tile.Load) if not _is_pair_mask(kernel, op)]
+    pairs = list(only(kernel.ops(), tile.Deinterleave))
     stationary = [tile_bytes(op.type) for op in loads if in_sram(op) and not in_loop(kernel, op)]
     stationary += [pair_bytes(op) for op in pairs if not in_loop(kernel, op)]
     scratch = sympy.Add(_made_bytes(kernel), *(_scratch(kernel, op, device, from_shared, tma) for op in kernel.ops()))
@@ -96,10 +96,10 @@ def sram_formula(
 
 def _is_pair_mask(kernel: Kernel, op: Op) -> bool:
     """True if the op loads a boolean per score, which is too narrow to be copied ahead."""
-    return isinstance(op, Load) and op.type.dtype == "b1" and set(op.type.dims) == SCORES and bool(kernel.dots)
+    return isinstance(op, tile.Load) and op.type.dtype == "b1" and set(op.type.dims) == SCORES and bool(kernel.dots)
 
 
-def _is_statistic(kernel: Kernel, op: Load) -> bool:
+def _is_statistic(kernel: Kernel, op: tile.Load) -> bool:
     """True if a load in a loop has its buffers among those of the statistics, which are aligned."""
     if in_sram(op) or is_rewritten(kernel, op) or not op.type.dims or not in_loop(kernel, op):
         return False
@@ -108,16 +108,16 @@ def _is_statistic(kernel: Kernel, op: Load) -> bool:
 
 def _scratch(kernel: Kernel, op: Op, device: DeviceClass, from_shared: bool, tma: bool) -> Expr:
     """Bytes of shared memory for one op, other than the buffers of its tile."""
-    if isinstance(op, (Scatter, Store)):  # scores change layout on their way out
+    if isinstance(op, (tile.Scatter, tile.Store)):  # scores change layout on their way out
         type_ = kernel.type_of(op.value)
         return tile_bytes(type_) if set(type_.dims) == SCORES else sympy.Integer(0)
-    if isinstance(op, Gather) and set(op.type.dims) == SCORES:  # copied ahead, too
+    if isinstance(op, tile.Gather) and set(op.type.dims) == SCORES:  # copied ahead, too
         return tile_bytes(op.type) * (1 if device.shares_stationary else STAGES - 1)
-    if isinstance(op, Gather) and len(op.type.dims) == 1 and op.type.dtype != "b1" and in_loop(kernel, op):
+    if isinstance(op, tile.Gather) and len(op.type.dims) == 1 and op.type.dtype != "b1" and in_loop(kernel, op):
         return tile_bytes(op.type) * (STAGES if _are_pages(kernel, op) else STAGES - 1)
-    if isinstance(op, Map) and tma and not from_shared and kernel.zeroes_past_end(op):
+    if isinstance(op, tile.Map) and tma and not from_shared and kernel.zeroes_past_end(op):
         return tile_bytes(op.type)  # each product then takes a copy in its layout
-    if not isinstance(op, Load):
+    if not isinstance(op, tile.Load):
         return sympy.Integer(0)
     if _is_pair_mask(kernel, op):  # changes layout on its way
         return tile_bytes(op.type)
@@ -129,7 +129,7 @@ def _scratch(kernel: Kernel, op: Op, device: DeviceClass, from_shared: bool, tma
     return sympy.Integer(0)
 
 
-def _streamed(kernel: Kernel, op: Load, device: DeviceClass, from_shared: bool, tma: bool, tf32: bool) -> Expr:
+def _streamed(kernel: Kernel, op: tile.Load, device: DeviceClass, from_shared: bool, tma: bool, tf32: bool) -> Expr:
     """Bytes of the buffers of a tile that a loop loads."""
     widened = kernel.reads_quantised and not _is_operand(kernel, op)  # in registers, before products take it
     depth = STAGES if (from_shared and not widened) or kernel.rewriting else _max(1, STAGES - 1)
@@ -139,22 +139,22 @@ def _streamed(kernel: Kernel, op: Load, device: DeviceClass, from_shared: bool, 
     return size
 
 
-def _is_operand(kernel: Kernel, op: Load) -> bool:
+def _is_operand(kernel: Kernel, op: tile.Load) -> bool:
     return any(op.name in (dot.a, dot.b) for dot in kernel.dots)
 
 
-def _is_interleaved_again(kernel: Kernel, op: Deinterleave) -> bool:
-    return any(isinstance(kernel.op(user), Interleave) for user in kernel.graph.successors(op.name))
+def _is_interleaved_again(kernel: Kernel, op: tile.Deinterleave) -> bool:
+    return any(isinstance(kernel.op(user), tile.Interleave) for user in kernel.graph.successors(op.name))
 
 
-def pair_bytes(op: Deinterleave) -> Expr:
+def pair_bytes(op: tile.Deinterleave) -> Expr:
     """Bytes of the even and the odd columns of a tile, together."""
     return 2 * tile_bytes(op.type)
 
 
-def _are_pages(kernel: Kernel, op: Gather) -> bool:
+def _are_pages(kernel: Kernel, op: tile.Gather) -> bool:
     """True if a gather reads page numbers, by which tiles are loaded."""
-    return any(isinstance(user, Load) and user.pages == op.name for user in kernel.ops())
+    return any(user.pages == op.name for user in only(kernel.ops(), tile.Load))
 
 
 def _combine_bytes(module: Module, config: Config) -> Expr:
@@ -175,11 +175,11 @@ def _combine_bytes(module: Module, config: Config) -> Expr:
 
 def _made_bytes(kernel: Kernel) -> Expr:
     """Bytes of operands that are computed on chip and then transposed, in fp32: they may be moved before the cast."""
-    made = ((kernel.type_of(dot.a), dot.over) for dot in kernel.dots if not isinstance(kernel.op(dot.a), Load))
+    made = ((kernel.type_of(dot.a), dot.over) for dot in kernel.dots if not isinstance(kernel.op(dot.a), tile.Load))
     return sympy.Add(*(4 * elements(type_) for type_, over in made if type_.dims[0] == over))
 
 
-def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_shared: bool, tf32: bool) -> Expr:
+def _copies(kernel: Kernel, op: tile.Load, depth: Expr, device: DeviceClass, from_shared: bool, tf32: bool) -> Expr:
     """The number of copies of a streamed tile in shared memory: its buffers, and more if products read it both over its
     rows and over its columns.
 
@@ -189,7 +189,7 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_sha
     copy less if the next product continues its product's sum.
     """
     parts = [
-        1 - share_of(part) for part in kernel.ops() if isinstance(part, Load) and part.columns_of == op.name
+        1 - share_of(part) for part in only(kernel.ops(), tile.Load) if part.columns_of == op.name
     ]  # a part of all columns is the tile itself
     readers = [dot for dot in kernel.dots if op.name in (dot.a, dot.b)]
     if not parts and len({dot.over for dot in readers}) < 2:
@@ -205,13 +205,13 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_sha
     return _max(least, copies) if tf32 else copies
 
 
-def is_read_alike(kernel: Kernel, op: Load) -> bool:
+def is_read_alike(kernel: Kernel, op: tile.Load) -> bool:
     """True if several products read a streamed tile, all over the same dimension."""
     read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
     return len(read) > 1 and len(set(read)) == 1 and in_loop(kernel, op)
 
 
-def is_continued(kernel: Kernel, op: Load) -> bool:
+def is_continued(kernel: Kernel, op: tile.Load) -> bool:
     """True if another product of the same iteration accumulates onto the product of scores and this tile."""
     continued = {dot.acc for dot in kernel.dots}
     return any(op.name in (dot.a, dot.b) and dot.over in SCORES and dot.name in continued for dot in kernel.dots)
@@ -220,13 +220,11 @@ def is_continued(kernel: Kernel, op: Load) -> bool:
 def _reduce_bytes(kernel: Kernel, aligned: bool) -> Expr:
     """Bytes through which warps reduce to a scalar, or to a row."""
     shared: Expr = sympy.Integer(0)
-    reduced = [op for op in kernel.ops() if isinstance(op, Reduce)]
+    reduced = list(only(kernel.ops(), tile.Reduce))
     counts = any(not op.type.dims and in_loop(kernel, op) for op in reduced)
     if counts:
         shared += 4 * WARPS  # one scalar at a time
-    rows = any(
-        isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.program_axis],) for op in kernel.ops()
-    )
+    rows = any(op.type.dims == (AXIS_DIM[kernel.program_axis],) for op in only(kernel.ops(), tile.Gather, tile.Load))
     if (counts and rows) or any(not in_loop(kernel, op) for op in reduced if not kernel.dots):
         # Rows change layout; before a loop with buffers, in their room. Warps that share rows have one each.
         shared += 4 * symbol(AXIS_DIM[kernel.program_axis]) * (1 if aligned else 4)
@@ -241,10 +239,10 @@ def _prepare_bytes(kernel: Kernel, config: Config) -> Expr:
     queries with keys exchange their results for each key.
     """
     per_thread = config.block_kv // (config.num_warps * CLASSES[config.device].threads_per_warp)
-    if any(isinstance(op, Scan) for op in kernel.ops()) and per_thread > 2:  # one or two are loaded as they are scanned
-        computed = any(isinstance(op, (Gather, Scatter)) and op.uses for op in kernel.ops())
+    if any(only(kernel.ops(), tile.Scan)) and per_thread > 2:  # one or two are loaded as they are scanned
+        computed = any(op.uses for op in only(kernel.ops(), tile.Gather, tile.Scatter))
         return (8 if computed else 4) * symbol("BLOCK_KV")
-    compared = any(isinstance(op, Reduce) and set(kernel.type_of(op.value).dims) == SCORES for op in kernel.ops())
+    compared = any(set(kernel.type_of(op.value).dims) == SCORES for op in only(kernel.ops(), tile.Reduce))
     return 4 * symbol("BLOCK_KV") if compared else sympy.Integer(0)
 
 
@@ -265,7 +263,7 @@ def _converted_bytes(kernel: Kernel) -> Expr:
     return sympy.Add(*(tile_bytes(op.type) for op in sums if in_sram(op)))
 
 
-def is_rewritten(kernel: Kernel, op: Load) -> bool:
+def is_rewritten(kernel: Kernel, op: tile.Load) -> bool:
     """True if a load's tile is stored again, because it is accumulated in HBM. Rows of statistics do not count."""
     return len(op.type.dims) == 2 and not in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.rewriting
 
@@ -293,9 +291,9 @@ def row_formula(module: Module, kernel: Kernel, config: Config) -> Expr:
     if kernel.combines_splits:
         return _combine_bytes(module, config)
     if not kernel.dots and any(
-        isinstance(op, Interleave) for op in kernel.ops()
+        only(kernel.ops(), tile.Interleave)
     ):  # pairs change layout, one tensor's after the other's
-        return _max(*(tile_bytes(op.type) for op in kernel.ops() if isinstance(op, Interleave)))
+        return _max(*(tile_bytes(op.type) for op in only(kernel.ops(), tile.Interleave)))
     on_units, moved = on_matrix_units(module, kernel, config), moved_scores(module, kernel, config)
     device, random, tf32 = CLASSES[config.device], random_bytes(kernel, config), in_tf32(module, config)
     formula = sram_formula(kernel, device, on_units, moved, random, aligned(module), config.tma, tf32) * _warps_per_row(
@@ -311,7 +309,7 @@ def row_formula(module: Module, kernel: Kernel, config: Config) -> Expr:
 def _warps_per_row(module: Module, kernel: Kernel, config: Config) -> int:
     """The number of warps that share a row, for a kernel without products that sums rows; 1 for others. A thread holds
     16 bytes of consecutive columns."""
-    summed = any(isinstance(op, Reduce) and (op.over, len(op.type.dims)) == ("D_V", 1) for op in kernel.ops())
+    summed = any((op.over, len(op.type.dims)) == ("D_V", 1) for op in only(kernel.ops(), tile.Reduce))
     if kernel.dots or not summed or not aligned(module):
         return 1
     of_warp = 16 * CLASSES[config.device].threads_per_warp
@@ -320,4 +318,4 @@ def _warps_per_row(module: Module, kernel: Kernel, config: Config) -> int:
 
 def reduces_single_product(kernel: Kernel) -> bool:
     """True if the scores of the only product are reduced: warps then hold parts of rows, and exchange partial sums."""
-    return len(kernel.dots) == 1 and any(isinstance(op, Reduce) for op in kernel.ops())
+    return len(kernel.dots) == 1 and any(only(kernel.ops(), tile.Reduce))

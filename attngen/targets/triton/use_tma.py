@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.heuristics import UNIT
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.dims import SPLIT_DIM
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import CACHED, SCALES
-from attngen.ir.ops import Load
 from attngen.transforms.base import Pass
 
 
@@ -39,7 +39,7 @@ class UseTMA(Pass):
 
 
 def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
-    if not isinstance(op, Load) or kernel.visits_all_tiles or not describable(kernel, op):
+    if not isinstance(op, tile.Load) or kernel.visits_all_tiles or not describable(kernel, op):
         return op
     cached = kernel.reads_cache and op.src.tensor in (*CACHED, *SCALES.values())
     by_rows = kernel.pack_gqa and not cached  # rows of several heads have no common start
@@ -51,8 +51,8 @@ def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
 def in_parts(kernel: Kernel, tensor: str) -> bool:
     """True if programs read only some columns of a tensor. A descriptor describes tiles of all columns."""
     return any(
-        isinstance(op, Load) and op.src.tensor == tensor and not SPLIT_DIM.keys().isdisjoint(op.src.axes())
-        for op in kernel.ops()
+        op.src.tensor == tensor and not SPLIT_DIM.keys().isdisjoint(op.src.axes())
+        for op in only(kernel.ops(), tile.Load)
     )
 
 
@@ -62,7 +62,7 @@ def has_tiles(module: Module) -> bool:
     return page.isdigit() and int(page) % UNIT == 0
 
 
-def describable(kernel: Kernel, op: Load) -> bool:
+def describable(kernel: Kernel, op: tile.Load) -> bool:
     """True if a load reads a tile for shared memory: consecutive rows of one head of [batch, head, row, column]."""
     rows = kernel.type_of(op.src.tensor).dims
     return (

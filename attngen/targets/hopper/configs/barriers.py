@@ -6,11 +6,9 @@ named barrier, or, in pipelines with `mbarrier_release`, by a second mbarrier th
 
 from __future__ import annotations
 
-from attngen.ir.core import Block
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, only
 from attngen.ir.kernel import Kernel
-from attngen.ir.ops import OrderedAdd
-from attngen.ir.pipe import ConsumerRelease, ConsumerWait, Pipeline, ProducerStore, Wgmma, ZeroOutOfBounds
-from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier, SemaphoreAcquire, WorkLoop
 
 EXCHANGING = 2  # warp groups that exchange tiles of P through a pipeline
 
@@ -20,7 +18,7 @@ def ping_pong_barriers(kernel: Kernel) -> int:
     found = (
         b.warp_group
         for b in kernel.warp_groups
-        if b.warp_group and any(isinstance(op, SchedulerBarrier) for op in kernel.within(b.name))
+        if b.warp_group and any(only(kernel.within(b.name), pipe.SchedulerBarrier))
     )
     return sum(warp_group.instances for warp_group in found)
 
@@ -28,9 +26,7 @@ def ping_pong_barriers(kernel: Kernel) -> int:
 def mma_warp_groups(kernel: Kernel) -> list[str]:
     """The warp groups that issue matrix products."""
     return [
-        warp_group.name
-        for warp_group in kernel.warp_groups
-        if any(isinstance(op, Wgmma) for op in kernel.within(warp_group.name))
+        warp_group.name for warp_group in kernel.warp_groups if any(only(kernel.within(warp_group.name), pipe.Wgmma))
     ]
 
 
@@ -40,11 +36,11 @@ def zeroing_warp_groups(kernel: Kernel) -> list[str]:
     return [
         warp_group.name
         for warp_group in kernel.warp_groups
-        if any(isinstance(op, ZeroOutOfBounds) for op in kernel.within(warp_group.name))
+        if any(only(kernel.within(warp_group.name), pipe.ZeroOutOfBounds))
     ]
 
 
-def instances_of(kernel: Kernel, pipeline: Pipeline) -> int:
+def instances_of(kernel: Kernel, pipeline: pipe.Pipeline) -> int:
     """Number of copies of a pipeline: one per instance of the warp group that it names, else 1."""
     return next(
         (b.warp_group.instances for b in kernel.warp_groups if b.warp_group and b.name == pipeline.per_instance), 1
@@ -57,16 +53,14 @@ def stored_pipelines(kernel: Kernel) -> dict[str, bool]:
     stores = {
         op.pipeline: warp_group.name
         for warp_group in kernel.warp_groups
-        for op in kernel.within(warp_group.name)
-        if isinstance(op, ProducerStore)
+        for op in only(kernel.within(warp_group.name), pipe.ProducerStore)
     }
     waits = {
         op.pipeline: warp_group.name
         for warp_group in kernel.warp_groups
-        for op in kernel.within(warp_group.name)
-        if isinstance(op, ConsumerWait)
+        for op in only(kernel.within(warp_group.name), pipe.ConsumerWait)
     }
-    exchanges = {op.name for op in kernel.ops() if isinstance(op, Pipeline) and op.exchange}
+    exchanges = {op.name for op in only(kernel.ops(), pipe.Pipeline) if op.exchange}
     return {
         pipeline: waits.get(pipeline) != warp_group
         for pipeline, warp_group in stores.items()
@@ -82,7 +76,7 @@ def named_barriers_per_stage(kernel: Kernel, pipeline: str) -> int:
     is full and when it is free. Any other pipeline has one if its stages are reused and it has no `mbarrier_release`.
     """
     stored, of = stored_pipelines(kernel), kernel.op(pipeline)
-    if isinstance(of, Pipeline) and of.exchange:
+    if isinstance(of, pipe.Pipeline) and of.exchange:
         return EXCHANGING
     if pipeline in stored:
         return 0 if stored[pipeline] else kernel.sharing_warp_group.instances
@@ -92,7 +86,7 @@ def named_barriers_per_stage(kernel: Kernel, pipeline: str) -> int:
 def release_arrivals(kernel: Kernel, name: str) -> int:
     """Number of arrivals that free a stage of a pipeline with `mbarrier_release`; 0 where a named barrier frees it."""
     pipeline = kernel.op(name)
-    if not isinstance(pipeline, Pipeline) or not pipeline.mbarrier_release:
+    if not isinstance(pipeline, pipe.Pipeline) or not pipeline.mbarrier_release:
         return 0
     consumers = [
         warp_group.warp_group.instances
@@ -104,32 +98,29 @@ def release_arrivals(kernel: Kernel, name: str) -> int:
 
 def is_consumed_in_loop(kernel: Kernel, pipeline: str) -> bool:
     """True if a pipeline is consumed once per tile of a loop, rather than once per work tile."""
-    steps = {op.step for op in kernel.ops() if isinstance(op, PipelinedLoop)}
+    steps = {op.step for op in only(kernel.ops(), pipe.PipelinedLoop)}
     return any(
-        isinstance(op, ConsumerWait) and op.pipeline == pipeline for step in steps for op in kernel.block(step).ops
+        isinstance(op, pipe.ConsumerWait) and op.pipeline == pipeline for step in steps for op in kernel.block(step).ops
     )
 
 
-def acquire_of(kernel: Kernel, add: OrderedAdd) -> SemaphoreAcquire | None:
+def acquire_of(kernel: Kernel, add: tile.OrderedAdd) -> pipe.SemaphoreAcquire | None:
     """The semaphore acquire that precedes this accumulation, before its tile is consumed; None where the accumulation
     itself waits."""
     ops = kernel.block_of(add).ops
-    return next((op for op in ops if isinstance(op, SemaphoreAcquire) and op.semaphore == add.semaphore), None)
+    return next((op for op in only(ops, pipe.SemaphoreAcquire) if op.semaphore == add.semaphore), None)
 
 
 def consumes(kernel: Kernel, warp_group: Block, pipeline: str) -> bool:
     """True if a warp group consumes tiles, or the coordinates of work tiles, from a pipeline."""
     return any(
-        op.pipeline == pipeline and not (isinstance(op, WorkLoop) and op.fetches)
-        for op in kernel.within(warp_group.name)
-        if isinstance(op, (ConsumerWait, WorkLoop))
+        op.pipeline == pipeline and not (isinstance(op, pipe.WorkLoop) and op.fetches)
+        for op in only(kernel.within(warp_group.name), pipe.ConsumerWait, pipe.WorkLoop)
     )
 
 
 def is_reused(kernel: Kernel, pipeline: str) -> bool:
     """True if the stages of a pipeline are released and filled again."""
     users = [kernel.op(name) for name in kernel.graph.successors(pipeline)]
-    waited = [
-        kernel.op(name) for op in users if isinstance(op, ConsumerWait) for name in kernel.graph.successors(op.name)
-    ]
-    return any(isinstance(op, WorkLoop) for op in users) or any(isinstance(op, ConsumerRelease) for op in waited)
+    waited = [kernel.op(name) for op in only(users, pipe.ConsumerWait) for name in kernel.graph.successors(op.name)]
+    return any(only(users, pipe.WorkLoop)) or any(only(waited, pipe.ConsumerRelease))

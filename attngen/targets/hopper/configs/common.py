@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from attngen.devices import CLASSES
 from attngen.heuristics import WIDEST_ACC
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import cos, erf, log2, sin
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Gather, Load, Map, Mask
 from attngen.targets.hopper.configs.sm90 import DEVICE, FORWARD, ROWS
 
 NARROW = 64  # head_dim up to which the softmax takes as long as the matrix products
@@ -46,11 +46,11 @@ def is_shared(op: Op) -> bool:
     """True if all warp groups have the op's result: it is an argument of the kernel, or a single integer or pointer,
     such as a loop bound."""
     types = op.results().values()
-    return isinstance(op, Arg) or (bool(types) and all(not t.dims and t.dtype in ("i32", "ptr") for t in types))
+    return isinstance(op, tile.Arg) or (bool(types) and all(not t.dims and t.dtype in ("i32", "ptr") for t in types))
 
 
 def has_positional_modifier(kernel: Kernel) -> bool:
-    maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == SCORE_DIMS)
+    maps = (op for op in only(kernel.ops(), tile.Map) if set(op.type.dims) == SCORE_DIMS)
     return any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
 
 
@@ -58,8 +58,8 @@ def ops_per_score(kernel: Kernel) -> int:
     """Count the operations of masks, modifiers and gradients per score, including those of library functions."""
     scores = (
         op
-        for op in kernel.ops()
-        if isinstance(op, (Gather, Map, Mask)) and any(set(t.dims) == SCORE_DIMS for t in op.results().values())
+        for op in only(kernel.ops(), tile.Gather, tile.Map, tile.Mask)
+        if any(set(t.dims) == SCORE_DIMS for t in op.results().values())
     )
     return sum(
         e.count_ops() + LONG_FUNCTION_OPS * e.count(lambda x: isinstance(x, LONG_FUNCTIONS))
@@ -74,7 +74,11 @@ def is_row_vector(kernel: Kernel, op: Op) -> bool:
 
     Rows past the end of the tensor have the number 0.
     """
-    if not isinstance(op, Load) or op.type.dims != (AXIS_DIM[kernel.loop_axis],) or op.type.dtype not in ("f32", "i32"):
+    if (
+        not isinstance(op, tile.Load)
+        or op.type.dims != (AXIS_DIM[kernel.loop_axis],)
+        or op.type.dtype not in ("f32", "i32")
+    ):
         return False
     return op.other == 0 and not kernel.only_known(op)
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import product
 
 from attngen.heuristics import SHORT_ROWS
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Gather, Load
 from attngen.targets.hopper.configs.common import (
     FEW_ROWS,
     LIGHT_OPS,
@@ -102,7 +103,7 @@ def _is_crowded(module: Module, kernel: Kernel) -> bool:
     Those loads are booleans per key; or numbers per query, together with numbers per score or, if head_dim of V is more
     than 128, with a modifier that depends on positions.
     """
-    read = [op for op in kernel.ops() if isinstance(op, (Gather, Load)) and not kernel.only_known(op)]
+    read = [op for op in only(kernel.ops(), tile.Gather, tile.Load) if not kernel.only_known(op)]
     booleans = any(op.type.dims == ("BLOCK_KV",) and op.type.dtype == "b1" for op in read)
     of_queries = any(op.type.dims == ("BLOCK_Q",) for op in read)
     more = kernel.reads_pairs or (module.head_dim_v > MEDIUM and has_positional_modifier(kernel))
@@ -156,7 +157,7 @@ def candidates(module: Module) -> tuple[Config, ...]:
 
 def _most_keys(module: Module) -> int:
     """The largest BLOCK_KV that attngen chooses."""
-    loads_scores = any(isinstance(op, Load) for op in module.kernel(FORWARD).of_pairs)
+    loads_scores = any(only(module.kernel(FORWARD).of_pairs, tile.Load))
     return MOST_KEYS_WITH_SCORE_LOADS if loads_scores else max(BLOCK_KV)
 
 

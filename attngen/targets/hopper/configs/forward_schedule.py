@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from sympy.core.relational import Relational
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr import Bool
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Gather, Load, Loop, Mask
 from attngen.targets.hopper.configs.common import (
     LIGHT_OPS,
     MEDIUM,
@@ -67,9 +68,9 @@ def is_plain(module: Module, kernel: Kernel) -> bool:
     Kernels that are not plain spilled in the specs that were compiled, if they had three consumers, generated dropout
     bits, or looked up a number per score.
     """
-    loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
+    loops = list(only(kernel.block("entry").ops, tile.Loop))
     several = any(len(loop.ranges) > 1 or loop.listed for loop in loops)
-    of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",) for op in kernel.ops())
+    of_keys = any(op.type.dims == ("BLOCK_KV",) for op in only(kernel.ops(), tile.Gather, tile.Load))
     return not (module.blocks or several or of_keys or has_positional_modifier(kernel))
 
 
@@ -89,7 +90,7 @@ def uses_three_consumers(module: Module, kernel: Kernel) -> bool:
 
 
 def _loads_rows_and_keys(kernel: Kernel) -> bool:
-    return len({op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}) > 1
+    return len({op.type.dims for op in only(kernel.ops(), tile.Load) if len(op.type.dims) == 1}) > 1
 
 
 # ---------------------------------------------------------------------- registers and shared memory
@@ -133,7 +134,7 @@ def fits_smem(module: Module, config: Config, programs: int, q_stages: int, outp
 def row_vector_bytes(module: Module, config: Config) -> int:
     """Bytes of shared memory for row vectors of K: numbers per key that are copied with each tile."""
     kernel = module.kernel(FORWARD)
-    tensors = {op.src.tensor for op in kernel.ops() if isinstance(op, Load) and is_row_vector(kernel, op)}
+    tensors = {op.src.tensor for op in only(kernel.ops(), tile.Load) if is_row_vector(kernel, op)}
     return 4 * config.block_kv * config.num_stages * len(tensors)
 
 
@@ -165,7 +166,7 @@ def keeps_column_bias(module: Module, kernel: Kernel) -> bool:
     return light and consumer.registers == REGISTERS[FULL_REGISTERS][0]
 
 
-def splits_mask(module: Module, kernel: Kernel, op: Mask, bounds: Sequence[Bool], others: Sequence[Bool]) -> bool:
+def splits_mask(module: Module, kernel: Kernel, op: tile.Mask, bounds: Sequence[Bool], others: Sequence[Bool]) -> bool:
     """True if the bounds of a mask become masks of their own, which a tile skips unless a bound cuts it.
 
     others: the parts of the condition for which no unswitch condition is known.
@@ -211,7 +212,7 @@ def can_skip_masked_tiles(module: Module, config: Config) -> bool:
     is loaded per key tile, and the loop bounds tell which tiles each consumer's rows see.
     """
     kernel = module.kernel(FORWARD)
-    loads = (op for op in kernel.ops() if isinstance(op, (Gather, Load)))
+    loads = only(kernel.ops(), tile.Gather, tile.Load)
     of_masks = (op for op in loads if not {"D_QK", "D_V"} & set(op.type.unpadded))
     if config.block_q - ROWS < config.block_kv or any("BLOCK_KV" in op.type.dims for op in of_masks):
         return False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Gather, Load
 from attngen.targets.hopper.configs.common import MEDIUM, NARROW, infeasible_in_any_family, ops_per_score
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.sm90 import DEVICE, FUSED, NAME, ROWS
@@ -45,7 +46,7 @@ def infeasible(module: Module) -> str:
 
 def _not_loadable_by_tma(kernel: Kernel) -> str:
     """Return why TMA cannot load the numbers that are read per score; empty text if it can, or if there are none."""
-    if any(isinstance(op, Gather) for op in kernel.of_pairs):
+    if any(only(kernel.of_pairs, tile.Gather)):
         return "a number is looked up for each score"
     if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in kernel.of_pairs):
         return "what is read for each score is no tensor [B, Hq, Nq, Nk] of the element type"
@@ -92,9 +93,7 @@ def _spills_if_wide(module: Module, kernel: Kernel) -> str:
     visited = visited_range(kernel)
     if visited and not differs(kernel, visited[0]):
         return "loops over all queries"
-    of_keys = any(
-        isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.program_axis],) for op in kernel.ops()
-    )
+    of_keys = any(op.type.dims == (AXIS_DIM[kernel.program_axis],) for op in only(kernel.ops(), tile.Gather, tile.Load))
     return "a number for each key" if of_keys else ""
 
 
@@ -103,7 +102,7 @@ def _numbers_per_query(kernel: Kernel) -> int:
     memory, next to tiles of queries."""
     dims = (AXIS_DIM[kernel.loop_axis],)
     return sum(
-        isinstance(op, Load) and op.type.dims == dims and op.name not in ("lse2", "delta") for op in kernel.ops()
+        isinstance(op, tile.Load) and op.type.dims == dims and op.name not in ("lse2", "delta") for op in kernel.ops()
     )
 
 

@@ -8,9 +8,9 @@ the accumulator of O are padded to the next power of two; the padding is not sto
 
 from __future__ import annotations
 
+from attngen.ir import pipe
 from attngen.ir.dims import SIDES, unpadded
 from attngen.ir.module import Module
-from attngen.ir.pipe import Pipeline
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.tiles.sizes import tile_width
 
@@ -33,23 +33,23 @@ def smem_widths(module: Module) -> tuple[int, int]:
     return (-(-qk // piece) * piece if piece else qk), tile_width(module.head_dim_v)
 
 
-def width_of(module: Module, pipeline: Pipeline) -> int:
+def width_of(module: Module, pipeline: pipe.Pipeline) -> int:
     """Columns of a pipeline's tiles in shared memory, including those that pad the last piece."""
     return pieces(module, pipeline) * pipeline.columns if pipeline.columns else tile_width(_width(module, pipeline))
 
 
-def pieces(module: Module, pipeline: Pipeline) -> int:
+def pieces(module: Module, pipeline: pipe.Pipeline) -> int:
     """Number of pieces in each tile of a pipeline."""
     return -(-_width(module, pipeline) // pipeline.columns) if pipeline.columns else 1
 
 
-def part_of(pipeline: Pipeline) -> str:
+def part_of(pipeline: pipe.Pipeline) -> str:
     """Columns of a pipeline's buffers, where these do not hold whole tiles; else empty text."""
     dim = pipeline.type.dims[-1]
     return str(pipeline.columns) if pipeline.columns else dim * dim.isdigit()
 
 
-def _width(module: Module, pipeline: Pipeline) -> int:
+def _width(module: Module, pipeline: pipe.Pipeline) -> int:
     """Columns of a pipeline's tiles: a head_dim, or a literal number; for scores, the keys of one instance."""
     dim = unpadded(pipeline.type.dims[-1])
     known = {**module.widths, "BLOCK_KV": ROWS, **dict.fromkeys(SIDES.values(), module.head_dim_v // 2)}

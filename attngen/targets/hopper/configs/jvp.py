@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.expr import symbol
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Gather, Load
 from attngen.targets.hopper.configs.common import NARROW, infeasible_in_any_family, is_row_vector, ops_per_score
 from attngen.targets.hopper.configs.sm90 import DEVICE, JVP, NAME, ROWS
 
@@ -74,7 +75,7 @@ def _is_crowded(module: Module) -> bool:
     that takes many operations.
     """
     kernel = module.kernel(JVP)
-    of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",))
+    of_keys = (op for op in only(kernel.ops(), tile.Gather, tile.Load) if op.type.dims == ("BLOCK_KV",))
     heavy_mask = ops_per_score(kernel) > MOST_OPS_OF_LONG_TILES
     much = module.meaning.score != symbol("s") or kernel.reads_pairs or heavy_mask
     return much or not all(is_row_vector(kernel, op) for op in of_keys)

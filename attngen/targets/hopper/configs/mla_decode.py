@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from attngen.ir import tile
+from attngen.ir.core import only
 from attngen.ir.dims import SIDES
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
 from attngen.targets.hopper.configs.common import (
     LIGHT_OPS,
     has_positional_modifier,
@@ -20,7 +21,7 @@ BLOCK_KV = 64  # two tiles of keys, of three pieces each, and the queries fill s
 STAGES = 2  # tiles of keys: an even one and an odd one
 OTHER = dict(zip(SIDES, reversed(SIDES)))  # half of the columns -> the other half
 # Ops that the loop's body may have, in addition to the lookup of a page's number.
-OF_STEP = (Arg, Dot, Load, Map, Mask, Reduce, SoftmaxStep, Yield)
+OF_STEP = (tile.Arg, tile.Dot, tile.Load, tile.Map, tile.Mask, tile.Reduce, tile.SoftmaxStep, tile.Yield)
 
 
 def is_mla_decode(kernel: Kernel) -> bool:
@@ -42,14 +43,16 @@ def infeasible(module: Module) -> str:
     if cache.page and not (cache.page.isdigit() and int(cache.page) % BLOCK_KV == 0):
         size = f"pages of {cache.page} rows" if cache.page.isdigit() else "pages whose size a call gives"
         return f"its cache has {size}; expected a multiple of {BLOCK_KV}"
-    loops = [op for op in kernel.ops() if isinstance(op, Loop)]
+    loops = list(only(kernel.ops(), tile.Loop))
     if kernel.kv_split is not None and kernel.kv_split.reads:
         return "its KV splits depend on data of sequences"
     if any(loop.listed for loop in loops):
         return "its mask lists tiles"
     for op in kernel.block(loops[0].body).ops:
-        of_pages = isinstance(op, Gather) and op.src.tensor == "PAGE_TABLE"
-        if not (of_pages or isinstance(op, OF_STEP)) or (isinstance(op, Load) and op.src.tensor not in ("K", "K_ROPE")):
+        of_pages = isinstance(op, tile.Gather) and op.src.tensor == "PAGE_TABLE"
+        if not (of_pages or isinstance(op, OF_STEP)) or (
+            isinstance(op, tile.Load) and op.src.tensor not in ("K", "K_ROPE")
+        ):
             return f"its mask or modifiers read what is loaded for keys (%{op.name})"
     return infeasible_in_any_family(module, kernel)
 

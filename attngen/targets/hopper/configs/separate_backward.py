@@ -3,12 +3,12 @@ configs."""
 
 from __future__ import annotations
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.dims import MEMBER
 from attngen.ir.expr import symbol, symbol_names
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Arg, Gather, Load, Loop, Yield
 from attngen.targets.hopper.configs.common import infeasible_in_any_family, is_row_vector, is_shared, ops_per_score
 from attngen.targets.hopper.configs.sm90 import DEVICE, DV_KERNEL, NAME, ROWS, SEPARATE_BACKWARD
 
@@ -41,8 +41,8 @@ def infeasible(name: str, module: Module) -> str:
 
 def _differs(op: Op) -> bool:
     """True if an op in the loop over a group's query heads computes different results for different heads."""
-    if isinstance(op, (Arg, Loop, Yield)):
-        return isinstance(op, Loop) and op.listed is not None
+    if isinstance(op, (tile.Arg, tile.Loop, tile.Yield)):
+        return isinstance(op, tile.Loop) and op.listed is not None
     return not is_shared(op) or MEMBER in set().union(*(symbol_names(e) for e in op.expressions))
 
 
@@ -59,7 +59,7 @@ def not_preferred(name: str, module: Module) -> str:
     most = MOST_OPS_WITH_MODIFIER if modified and computes_dp(kernel) else MOST_OPS
     if (ops := ops_per_score(kernel)) > most:
         return f"its mask and modifiers take {ops} operations for each score; with more than {most}, registers spill"
-    of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",))
+    of_keys = (op for op in only(kernel.ops(), tile.Gather, tile.Load) if op.type.dims == ("BLOCK_KV",))
     if kernel.program_axis == "q" and not all(is_row_vector(kernel, op) for op in of_keys):
         return "with numbers for keys that cannot be copied with their tile registers spill"
     return ""

@@ -3,10 +3,11 @@ each tile that it fetches."""
 
 from __future__ import annotations
 
+from attngen.ir import pipe
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, first_row
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
 from attngen.ir.kernel import Kernel
-from attngen.ir.pipe_control import WorkLoop
 
 WORK_STAGES = 2  # of the pipeline of work tiles
 
@@ -14,7 +15,7 @@ WORK_STAGES = 2  # of the pipeline of work tiles
 def tile_scalars(kernel: Kernel) -> list[str]:
     """The integers computed from a tile's coordinates that warp groups read. The warp group that fetches tiles computes
     them, and passes them along with the coordinates."""
-    tile = next((op.of for op in kernel.ops() if isinstance(op, WorkLoop)), "")
+    tile = next((op.of for op in only(kernel.ops(), pipe.WorkLoop)), "")
     read = {
         name
         for block in kernel.blocks

@@ -43,11 +43,10 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.core import Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dot, Map, Reduce
-from attngen.ir.pipe import Pack, Wgmma, WgmmaWait
 from attngen.targets.hopper.configs.common import overlaps_softmax
 from attngen.transforms.base import Pass
 
@@ -66,23 +65,23 @@ class AsyncMMA(Pass):
 
 def _issue(kernel: Kernel, op: Op) -> Iterator[Op]:
     """Replace a dot by its wgmma and, unless another dot continues it, a wgmma_wait."""
-    if not isinstance(op, Dot):
+    if not isinstance(op, tile.Dot):
         yield op
         return
     a, type_of_a = _operand(kernel, op), kernel.type_of(op.a)
     if a != op.a:
-        yield Pack(a, op.a, replace(type_of_a, dtype="T"))
+        yield pipe.Pack(a, op.a, replace(type_of_a, dtype="T"))
     chain = [op]  # the products that this one continues, the earliest first, and itself
-    while chain[0].acc and isinstance(before := kernel.op(chain[0].acc), Dot):
+    while chain[0].acc and isinstance(before := kernel.op(chain[0].acc), tile.Dot):
         chain.insert(0, before)
     acc = _flight(chain[-2].name) if len(chain) > 1 else op.acc
-    yield Wgmma(_flight(op.name), a, op.b, op.over, replace(op.type, space="flight"), acc)
+    yield pipe.Wgmma(_flight(op.name), a, op.b, op.over, replace(op.type, space="flight"), acc)
     if not _is_continued(kernel, op):
         in_registers = tuple(_operand(kernel, dot) for dot in chain if kernel.type_of(dot.a).space != "sram")
-        yield WgmmaWait(op.name, _flight(op.name), op.type, in_registers)
+        yield pipe.WgmmaWait(op.name, _flight(op.name), op.type, in_registers)
 
 
-def _operand(kernel: Kernel, op: Dot) -> str:
+def _operand(kernel: Kernel, op: tile.Dot) -> str:
     """The first operand as the product reads it: from shared memory, or from registers in the element type."""
     type_of_a = kernel.type_of(op.a)
     return op.a if type_of_a.space == "sram" or type_of_a.dtype == "T" else f"{op.a.rpartition('.')[2]}_cast"
@@ -92,10 +91,10 @@ def _flight(name: str) -> str:
     return f"{name.removesuffix('_next')}_flight"
 
 
-def _is_continued(kernel: Kernel, op: Dot) -> bool:
+def _is_continued(kernel: Kernel, op: tile.Dot) -> bool:
     """True if another product is accumulated onto this one."""
     users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
-    return any(isinstance(user, Dot) and user.acc == op.name for user in users)
+    return any(user.acc == op.name for user in only(users, tile.Dot))
 
 
 def _with_early_sums(kernel: Kernel) -> Kernel:
@@ -107,15 +106,13 @@ def _with_early_sums(kernel: Kernel) -> Kernel:
 
 
 def _early(kernel: Kernel, ops: Sequence[Op]) -> Iterator[Op]:
-    tiles = {op.b for op in ops if isinstance(op, Wgmma) and op.acc}
+    tiles = {op.b for op in only(ops, pipe.Wgmma) if op.acc}
     remaining = list(ops)
     while remaining:
         op = remaining.pop(0)
         if op.name in tiles:
-            needing = {
-                name for o in remaining if isinstance(o, WgmmaWait) for name in nx.descendants(kernel.graph, o.name)
-            }
-            early = [o for o in remaining if isinstance(o, (Map, Reduce)) and o.name not in needing]
+            needing = {name for o in only(remaining, pipe.WgmmaWait) for name in nx.descendants(kernel.graph, o.name)}
+            early = [o for o in only(remaining, tile.Map, tile.Reduce) if o.name not in needing]
             remaining = [o for o in remaining if o not in early]
             yield from early
         yield op

@@ -29,17 +29,15 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.core import Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, Type, only
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Init, Map, Reduce, Yield
-from attngen.ir.pipe import HALF_DIM, PARTIALS, PartialReduce
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.families import with_forward, with_jvp, with_mla_decode
 from attngen.transforms.base import Pass
 
-_KEYS = (*HALF_DIM, *HALF_DIM.values())
+_KEYS = (*pipe.HALF_DIM, *pipe.HALF_DIM.values())
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,14 @@ class DeferRowReduction(Pass):
 
 
 def _defer(kernel: Kernel) -> Kernel:
-    for name in [op.name for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry]:
+    for name in [op.name for op in only(kernel.ops(), pipe.PipelinedLoop) if op.carry]:
         pipelined = kernel.op(name)
-        assert isinstance(pipelined, PipelinedLoop)
+        assert isinstance(pipelined, pipe.PipelinedLoop)
         kernel = _defer_in_loop(kernel, pipelined)
     return kernel
 
 
-def _defer_in_loop(kernel: Kernel, pipelined: PipelinedLoop) -> Kernel:
+def _defer_in_loop(kernel: Kernel, pipelined: pipe.PipelinedLoop) -> Kernel:
     found = _find_sums(kernel, pipelined)
     fields = {field for field, ref in pipelined.carry if ref in found}
     if not fields or not all(
@@ -68,7 +66,7 @@ def _defer_in_loop(kernel: Kernel, pipelined: PipelinedLoop) -> Kernel:
         return kernel
     starts = [kernel.op(ref) for field, ref in pipelined.carry if field in fields]
     if not all(
-        isinstance(op, Init) and op.value == 0 and list(kernel.graph.successors(op.name)) == [pipelined.name]
+        isinstance(op, tile.Init) and op.value == 0 and list(kernel.graph.successors(op.name)) == [pipelined.name]
         for op in starts
     ):
         return kernel
@@ -77,21 +75,23 @@ def _defer_in_loop(kernel: Kernel, pipelined: PipelinedLoop) -> Kernel:
     def change(_: str, op: Op) -> Iterator[Op]:
         yield _as_partials(op) if op.name in found else op.with_operands(whole)
         if op is pipelined:
-            yield from (Reduce(name, ref, "sum", PARTIALS, kernel.type_of(ref)) for ref, name in whole.items())
+            yield from (
+                tile.Reduce(name, ref, "sum", pipe.PARTIALS, kernel.type_of(ref)) for ref, name in whole.items()
+            )
 
     return kernel.rewrite(change)
 
 
-def _find_sums(kernel: Kernel, pipelined: PipelinedLoop) -> set[str]:
+def _find_sums(kernel: Kernel, pipelined: pipe.PipelinedLoop) -> set[str]:
     """Find the names of four kinds of values: sums over keys in the loop's bodies, values computed from them, carried
     arguments that receive these, and the initial values of these arguments."""
     ops = [op for body in pipelined.bodies for op in kernel.block(body).ops]
-    found = {op.name for op in ops if isinstance(op, Reduce) and op.op == "sum" and op.over in _KEYS}
+    found = {op.name for op in only(ops, tile.Reduce) if op.op == "sum" and op.over in _KEYS}
     before: set[str] = set()
     while found != before:
         before = set(found)
-        found |= {op.name for op in ops if isinstance(op, Map) and found & set(op.operands())}
-        fields = {field for op in ops if isinstance(op, Yield) for field, ref in op.values if ref in found}
+        found |= {op.name for op in only(ops, tile.Map) if found & set(op.operands())}
+        fields = {field for op in only(ops, tile.Yield) for field, ref in op.values if ref in found}
         found |= {
             op.name
             for body in pipelined.bodies
@@ -102,15 +102,15 @@ def _find_sums(kernel: Kernel, pipelined: PipelinedLoop) -> set[str]:
     return found
 
 
-def _field(pipelined: PipelinedLoop, op: Op, body: str) -> str:
-    return pipelined.field_of(op.name, body) if isinstance(op, Arg) else ""
+def _field(pipelined: pipe.PipelinedLoop, op: Op, body: str) -> str:
+    return pipelined.field_of(op.name, body) if isinstance(op, tile.Arg) else ""
 
 
 def _is_linear(kernel: Kernel, op: Op, found: set[str]) -> bool:
     """True if an op reads no row sums, passes them on, or is a linear combination of them."""
-    if isinstance(op, Yield) or not found & set(op.operands()):
+    if isinstance(op, tile.Yield) or not found & set(op.operands()):
         return op.name not in found or kernel.type_of(op.name).dims == ("BLOCK_Q",)
-    if not isinstance(op, Map) or op.type.dims != ("BLOCK_Q",):
+    if not isinstance(op, tile.Map) or op.type.dims != ("BLOCK_Q",):
         return False
     terms = [symbol(name) for name, ref in op.uses if ref in found]
     return bool(sympy.expand(op.expr - sum(x * sympy.diff(op.expr, x) for x in terms)) == 0) and not any(
@@ -120,5 +120,9 @@ def _is_linear(kernel: Kernel, op: Op, found: set[str]) -> bool:
 
 def _as_partials(op: Any) -> Op:
     """The op on partial sums in place of row sums."""
-    type_: Type = replace(op.type, dims=(*op.type.dims, PARTIALS))
-    return PartialReduce(op.name, op.value, op.over, type_) if isinstance(op, Reduce) else replace(op, type=type_)
+    type_: Type = replace(op.type, dims=(*op.type.dims, pipe.PARTIALS))
+    return (
+        pipe.PartialReduce(op.name, op.value, op.over, type_)
+        if isinstance(op, tile.Reduce)
+        else replace(op, type=type_)
+    )

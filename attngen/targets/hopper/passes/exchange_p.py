@@ -63,26 +63,12 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
-from attngen.ir.core import Block, Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, Type, only
 from attngen.ir.dims import SIDES
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    LocalLoad,
-    Pack,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-    ProducerTail,
-    ReadMetadata,
-    Rematerialize,
-    ZeroOutOfBounds,
-)
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.transforms.base import Pass
@@ -119,23 +105,27 @@ def _exchange(kernel: Kernel) -> Kernel:
         ),
     }
     copies = {parity: tuple(left.copies(name, parity)) for name, parity in PARITY.items()}
-    queries = tuple(next(op for op in left.ops if isinstance(op, Load) and op.name == dot.a) for dot in left.scores)
-    once = tuple(Pipeline(_pipeline(op), op.type, ONE) for op in queries)
+    queries = tuple(next(op for op in only(left.ops, tile.Load) if op.name == dot.a) for dot in left.scores)
+    once = tuple(pipe.Pipeline(_pipeline(op), op.type, ONE) for op in queries)
     exchanged = (
-        Pipeline("P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"), ONE, exchange=True),
-        Pipeline("M_pipeline", ROW, ONE, metadata_of="P_pipeline"),
-        Pipeline("ALPHA_pipeline", ROW, ONE, metadata_of="P_pipeline"),
-        *(Pipeline(f"L_{name}_pipeline", ROW, ONE) for name in PARITY),
+        pipe.Pipeline("P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"), ONE, exchange=True),
+        pipe.Pipeline("M_pipeline", ROW, ONE, metadata_of="P_pipeline"),
+        pipe.Pipeline("ALPHA_pipeline", ROW, ONE, metadata_of="P_pipeline"),
+        *(pipe.Pipeline(f"L_{name}_pipeline", ROW, ONE) for name in PARITY),
     )
-    tiles = tuple(Pipeline(_pipeline(op, parity), op.type, ONE) for parity in copies for op in left.keys)
-    query_loads = (ProducerLoad(f"_load_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
+    tiles = tuple(pipe.Pipeline(_pipeline(op, parity), op.type, ONE) for parity in copies for op in left.keys)
+    query_loads = (pipe.ProducerLoad(f"_load_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
     loop = replace(left.pipelined, name="copy_keys", carry=(), step="copy_even", odd="copy_odd")
     entry, producer = kernel.block("entry"), kernel.block("producer")
     blocks = (
         replace(entry, ops=(*entry.ops, *once, *tiles, *exchanged)),
         replace(
             producer,
-            ops=(*query_loads, loop, *(ProducerTail(f"_tail_{pipeline.name}", pipeline.name) for pipeline in tiles)),
+            ops=(
+                *query_loads,
+                loop,
+                *(pipe.ProducerTail(f"_tail_{pipeline.name}", pipeline.name) for pipeline in tiles),
+            ),
         ),
         replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="received"))),
         replace(kernel.block("right"), ops=tuple(right.warp_group(step="single", pair="both"))),
@@ -145,7 +135,7 @@ def _exchange(kernel: Kernel) -> Kernel:
     return replace(kernel, blocks=blocks)
 
 
-def _pipeline(op: Load, parity: str = "") -> str:
+def _pipeline(op: tile.Load, parity: str = "") -> str:
     """The pipeline of a tile, or of half of its columns, by name: for example `K_left_even_pipeline`."""
     side = next((str(e).removesuffix("_v") for e in op.src.index if str(e) in SIDES), "")
     return "_".join(part for part in (op.src.tensor, side, parity, "pipeline") if part)
@@ -157,20 +147,20 @@ class _Side:
     def __init__(self, kernel: Kernel, name: str) -> None:
         self.kernel, self.name, self.parity = kernel, name, PARITY[name]
         self.ops = kernel.block(name).ops
-        self.loops = [op for op in self.ops if isinstance(op, Loop)]
+        self.loops = list(only(self.ops, tile.Loop))
         self.step = kernel.block(self.loops[0].body).ops
-        self.keys = [op for op in self.step if isinstance(op, Load)]
-        self.pages = [op for op in self.step if isinstance(op, Gather)]
-        dots = [op for op in self.step if isinstance(op, Dot)]
+        self.keys = list(only(self.step, tile.Load))
+        self.pages = list(only(self.step, tile.Gather))
+        dots = list(only(self.step, tile.Dot))
         self.scores, self.product = dots[:-1], dots[-1]
-        self.soft = next(op for op in self.step if isinstance(op, SoftmaxStep))
-        self.yielded = dict(next(op for op in self.step if isinstance(op, Yield)).values)
-        self.args = [op for op in self.step if isinstance(op, Arg)]
+        self.soft = next(only(self.step, tile.SoftmaxStep))
+        self.yielded = dict(next(only(self.step, tile.Yield)).values)
+        self.args = list(only(self.step, tile.Arg))
         of_m = {field for field, ref in self.yielded.items() if ref == f"{self.soft.name}.m"}
         self.m = next(iter(of_m))
         self.keeps_m = any(f"{self.loops[-1].name}.{self.m}" in op.operands() for op in self.ops)
         ranges = {loop.cls: loop.ranges for loop in self.loops}
-        self.pipelined = PipelinedLoop(
+        self.pipelined = pipe.PipelinedLoop(
             f"keys_{name}", self.loops[0].var, ranges.get("partial", ()), ranges.get("full", ()), ()
         )
 
@@ -194,7 +184,7 @@ class _Side:
         refs = self._carried_after_received()
         ends = [(field, refs.get(ref, ref)) for field, ref in self._yields({field: field for field in self.yielded})]
         yield from self._named(
-            body, [*self._carried_args(), *self._accumulate_received(self.keeps_m), Yield("_yield", tuple(ends))]
+            body, [*self._carried_args(), *self._accumulate_received(self.keeps_m), tile.Yield("_yield", tuple(ends))]
         )
 
     def both(self, body: str) -> Iterator[Op]:
@@ -224,11 +214,13 @@ class _Side:
         for op in self.pages:
             page = f"page_{parity}"
             index = tuple(e.xreplace(of_row) for e in op.src.index)
-            yield Gather(page, replace(op.src, index=index), op.uses, Type("i32", (), "reg"), op.where.xreplace(of_row))
+            yield tile.Gather(
+                page, replace(op.src, index=index), op.uses, Type("i32", (), "reg"), op.where.xreplace(of_row)
+            )
         sides = {f"{name}_v": 1, OTHER[f"{name}_v"]: 2}
-        for tile in sorted(self.keys, key=lambda tile: max(sides.get(str(e), 0) for e in tile.src.index)):
-            yield ProducerLoad(f"_load_{_pipeline(tile, parity)}", _pipeline(tile, parity), tile.src, page)
-        yield Yield(f"_yield_{parity}", ())
+        for key in sorted(self.keys, key=lambda key: max(sides.get(str(e), 0) for e in key.src.index)):
+            yield pipe.ProducerLoad(f"_load_{_pipeline(key, parity)}", _pipeline(key, parity), key.src, page)
+        yield tile.Yield(f"_yield_{parity}", ())
 
     def warp_group(self, step: str, odd: str = "", pair: str = "") -> Iterator[Op]:
         """The warp group's ops: its loops are merged into one, after which both warp groups add up their row sums."""
@@ -242,16 +234,16 @@ class _Side:
         dropped = {ref for field, ref in starts.items() if field == self.m and not self.keeps_m}
         queries = {dot.a for dot in self.scores}
         for op in self.ops:
-            if isinstance(op, Load) and op.name in queries:
-                yield ConsumerWait(op.name, _pipeline(op), op.type)
+            if isinstance(op, tile.Load) and op.name in queries:
+                yield pipe.ConsumerWait(op.name, _pipeline(op), op.type)
             elif op is self.loops[0]:
                 yield merged
-                yield ProducerStore(f"_store_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
-                yield ConsumerWait(f"l_taken_{self.name}", f"L_{other}_pipeline", ROW)
-                yield LocalLoad(f"l_other_{self.name}", f"l_taken_{self.name}", replace(ROW, space="reg"))
-                yield ConsumerRelease(f"_release_l_{self.name}", f"l_taken_{self.name}")
+                yield pipe.ProducerStore(f"_store_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
+                yield pipe.ConsumerWait(f"l_taken_{self.name}", f"L_{other}_pipeline", ROW)
+                yield pipe.LocalLoad(f"l_other_{self.name}", f"l_taken_{self.name}", replace(ROW, space="reg"))
+                yield pipe.ConsumerRelease(f"_release_l_{self.name}", f"l_taken_{self.name}")
                 uses = (("l_own", results[rows]), ("l_other", f"l_other_{self.name}"))
-                yield Map(total, symbol("l_own") + symbol("l_other"), uses, replace(ROW, space="reg"))
+                yield tile.Map(total, symbol("l_own") + symbol("l_other"), uses, replace(ROW, space="reg"))
             elif op not in self.loops and op.name not in dropped:
                 yield op.with_operands({**results, rows: total})
 
@@ -265,12 +257,12 @@ class _Side:
         reads."""
         tiles = {op.name: op for op in self.keys}
         for dot in self.scores:
-            yield ConsumerWait(dot.b, _pipeline(tiles[dot.b], parity), tiles[dot.b].type)
+            yield pipe.ConsumerWait(dot.b, _pipeline(tiles[dot.b], parity), tiles[dot.b].type)
             remat = f"{self._field(dot.a)}_ADDR"
-            yield Rematerialize(remat, dot.a, self.kernel.type_of(dot.a))
+            yield pipe.Rematerialize(remat, dot.a, self.kernel.type_of(dot.a))
             yield replace(dot, a=remat)
         yield from (
-            ConsumerRelease(f"_release_{name}", name)
+            pipe.ConsumerRelease(f"_release_{name}", name)
             for name in self._read_once()
             if not self.kernel.zeroes_past_end(tiles[name]) and name not in self._halves()
         )
@@ -288,21 +280,21 @@ class _Side:
         group reads its half after it has received P; and release that half."""
         before = [
             op
-            for op in self.step
-            if isinstance(op, (Map, Mask)) and self.soft.name in nx.descendants(self.kernel.graph, op.name)
+            for op in only(self.step, tile.Map, tile.Mask)
+            if self.soft.name in nx.descendants(self.kernel.graph, op.name)
         ]
         yield from before
-        yield from (ZeroOutOfBounds(f"_zero_{name}", name) for name in self._halves())
-        yield from (ConsumerRelease(f"_release_{name}", name) for name in self._halves() if name != self.product.b)
+        yield from (pipe.ZeroOutOfBounds(f"_zero_{name}", name) for name in self._halves())
+        yield from (pipe.ConsumerRelease(f"_release_{name}", name) for name in self._halves() if name != self.product.b)
         yield self.soft
-        yield Pack("weights", self.product.a, Type("T", ("BLOCK_Q", "BLOCK_KV"), "reg"))
+        yield pipe.Pack("weights", self.product.a, Type("T", ("BLOCK_Q", "BLOCK_KV"), "reg"))
 
     def _row_sum_and_store_p(self) -> Iterator[Op]:
         """Update the row sums; then store P, with m and alpha, for the other warp group."""
-        yield from (op for op in self.step if isinstance(op, Reduce))
+        yield from only(self.step, tile.Reduce)
         yield from self._ops_named(self._row_sum())
         soft = self.soft.name
-        yield ProducerStore(
+        yield pipe.ProducerStore(
             "_store_p", "P_pipeline", "weights", (("M_pipeline", f"{soft}.m"), ("ALPHA_pipeline", f"{soft}.alpha"))
         )
 
@@ -310,8 +302,8 @@ class _Side:
         """Rescale O, add P V, release V, and yield."""
         yield from self._ops_named(str(self.product.acc))
         yield replace(self.product, a="weights")
-        yield ConsumerRelease(f"_release_{self.product.b}", self.product.b)
-        yield Yield("_yield", tuple(self._yields(self.yielded)))
+        yield pipe.ConsumerRelease(f"_release_{self.product.b}", self.product.b)
+        yield tile.Yield("_yield", tuple(self._yields(self.yielded)))
 
     def _accumulate_received(self, continues: bool) -> Iterator[Op]:
         """Add P V with the P that the other warp group has computed: read its alpha, rescale the row sums and O, and
@@ -321,20 +313,20 @@ class _Side:
         """
         product, soft, keys = self.product, self.soft.name, {op.name: op for op in self.keys}
         row = replace(ROW, space="reg")
-        yield ConsumerWait("p_RECEIVED", "P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
+        yield pipe.ConsumerWait("p_RECEIVED", "P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
         if continues:
-            yield ReadMetadata("m_RECEIVED", "M_pipeline", "p_RECEIVED", row)
-        yield ReadMetadata("alpha_RECEIVED", "ALPHA_pipeline", "p_RECEIVED", row)
-        sums = [op.name for op in self.step if isinstance(op, Reduce)]
+            yield pipe.ReadMetadata("m_RECEIVED", "M_pipeline", "p_RECEIVED", row)
+        yield pipe.ReadMetadata("alpha_RECEIVED", "ALPHA_pipeline", "p_RECEIVED", row)
+        sums = [op.name for op in only(self.step, tile.Reduce)]
         for op in (*self._ops_named(self._row_sum()), *self._ops_named(str(product.acc))):
-            assert isinstance(op, Map)
+            assert isinstance(op, tile.Map)
             added = {symbol(name): sympy.Integer(0) for name, ref in op.uses if ref in sums}
             uses = tuple(
                 (name, "alpha_RECEIVED" if ref == f"{soft}.alpha" else ref) for name, ref in op.uses if ref not in sums
             )
             yield replace(op, name=self._received_of(op.name), expr=op.expr.xreplace(added), uses=uses)
         (other,) = (parity for parity in PARITY.values() if parity != self.parity)
-        yield ConsumerWait("v_RECEIVED", _pipeline(keys[product.b], other), keys[product.b].type)
+        yield pipe.ConsumerWait("v_RECEIVED", _pipeline(keys[product.b], other), keys[product.b].type)
         yield replace(
             product,
             name=self._received_of(product.name),
@@ -342,8 +334,8 @@ class _Side:
             b="v_RECEIVED",
             acc=self._received_of(str(product.acc)),
         )
-        yield ConsumerRelease("_release_p_RECEIVED", "p_RECEIVED")
-        yield ConsumerRelease("_release_v_RECEIVED", "v_RECEIVED")
+        yield pipe.ConsumerRelease("_release_p_RECEIVED", "p_RECEIVED")
+        yield pipe.ConsumerRelease("_release_v_RECEIVED", "v_RECEIVED")
 
     def _carried_after_received(self) -> dict[str, str]:
         """Carried value -> the value after a tile whose P the other warp group has computed."""
@@ -388,6 +380,6 @@ class _Side:
         }
         for op in ops:
             moved = replace(op.with_operands(refs), name=names[op.name])
-            if isinstance(moved, Yield):
+            if isinstance(moved, tile.Yield):
                 moved = replace(moved, values=tuple((self._field(field), ref) for field, ref in moved.values))
             yield moved

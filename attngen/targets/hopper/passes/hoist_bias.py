@@ -29,12 +29,11 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.core import Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, Type, only
 from attngen.ir.expr import Expr, conjuncts, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Loop, Map, Mask, SoftmaxStep
-from attngen.ir.pipe import ScaledIota
 from attngen.targets.hopper.configs.families import with_forward
 from attngen.targets.hopper.configs.forward_schedule import keeps_column_bias
 from attngen.tiles.intervals import implies
@@ -54,33 +53,33 @@ class HoistBias(Pass):
 
 def _hoist(kernel: Kernel, keeps_columns: bool) -> Kernel:
     """keeps_columns: whether registers hold the number per column through the loop."""
-    for softmax in (op for op in kernel.ops() if isinstance(op, SoftmaxStep) and not op.scale and not op.shift):
+    for softmax in (op for op in only(kernel.ops(), tile.SoftmaxStep) if not op.scale and not op.shift):
         masks, score = _masks_of(kernel, softmax.s)
         found = (
             _find_distance(kernel, score, masks)
-            if isinstance(score, Map) and _is_read_once(kernel, score, masks)
+            if isinstance(score, tile.Map) and _is_read_once(kernel, score, masks)
             else None
         )
-        if found and isinstance(score, Map):
+        if found and isinstance(score, tile.Map):
             return _split(kernel, score, softmax, keeps_columns, *found)
     return kernel
 
 
-def _masks_of(kernel: Kernel, ref: str) -> tuple[list[Mask], Op]:
+def _masks_of(kernel: Kernel, ref: str) -> tuple[list[tile.Mask], Op]:
     """The masks that were applied to a value, and the op that computes it."""
     masks = []
-    while isinstance(op := kernel.op(ref), Mask):
+    while isinstance(op := kernel.op(ref), tile.Mask):
         masks.append(op)
         ref = op.value
     return masks, op
 
 
-def _is_read_once(kernel: Kernel, score: Map, masks: list[Mask]) -> bool:
+def _is_read_once(kernel: Kernel, score: tile.Map, masks: list[tile.Mask]) -> bool:
     """True if the score and the masked scores have one reader each: the next mask or the softmax."""
     return all(kernel.graph.out_degree(op.name) == 1 for op in (score, *masks))
 
 
-def _find_distance(kernel: Kernel, score: Map, masks: list[Mask]) -> tuple[Expr, Expr, Expr] | None:
+def _find_distance(kernel: Kernel, score: tile.Map, masks: list[tile.Mask]) -> tuple[Expr, Expr, Expr] | None:
     """Return (a term of the score, its factor, the distance) if a term is a scalar factor times a distance, an integer
     that changes by one from key to key."""
     conditions = [part for mask in masks for part in conjuncts(mask.where)]
@@ -117,7 +116,13 @@ def _as_linear(e: Any, conditions: list[Any]) -> Any:
 
 
 def _split(
-    kernel: Kernel, score: Map, softmax: SoftmaxStep, keeps_columns: bool, term: Expr, factor: Expr, distance: Expr
+    kernel: Kernel,
+    score: tile.Map,
+    softmax: tile.SoftmaxStep,
+    keeps_columns: bool,
+    term: Expr,
+    factor: Expr,
+    distance: Expr,
 ) -> Kernel:
     """Replace a term of the score, factor * distance, by a number per row and a number per column."""
     sign = sympy.expand(distance).coeff(KEY)
@@ -130,10 +135,10 @@ def _split(
         return (*((name, ref) for name, ref in uses.items() if name in {str(s) for s in e.free_symbols}), *more)
 
     remaining = score.expr - term
-    step = Map(names["step"], sign * factor, uses_of(factor), Type("f32", (), "reg"))
+    step = tile.Map(names["step"], sign * factor, uses_of(factor), Type("f32", (), "reg"))
     split: list[Op] = [
-        Map(names["row"], factor * row, uses_of(factor * row), Type("f32", ("BLOCK_Q",), "reg")),
-        ScaledIota(names["column"], names["step"], Type("f32", ("BLOCK_KV",), "reg"), keeps_columns),
+        tile.Map(names["row"], factor * row, uses_of(factor * row), Type("f32", ("BLOCK_Q",), "reg")),
+        pipe.ScaledIota(names["column"], names["step"], Type("f32", ("BLOCK_KV",), "reg"), keeps_columns),
         replace(
             score,
             expr=remaining + symbol(names["column"]),
@@ -141,7 +146,7 @@ def _split(
         ),
     ]
 
-    first = next(op for op in kernel.ops() if isinstance(op, Loop) and op.body == body)
+    first = next(op for op in only(kernel.ops(), tile.Loop) if op.body == body)
 
     def change(_: str, op: Op) -> list[Op]:
         if op is score:

@@ -46,12 +46,11 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, only
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dot, Load, Loop, Yield
-from attngen.ir.pipe import ConsumerRelease, ConsumerWait, Pipeline, ProducerLoad, ProducerTail, ReadMetadata
 from attngen.targets.hopper.configs.common import is_row_vector
 from attngen.targets.hopper.configs.head_dims import piece_of
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
@@ -77,43 +76,43 @@ class InsertPipelines(Pass):
 def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
     """Move a kernel's loads to its producer. `piece`: width of the pieces of Q and K tiles, 0 if tiles are whole."""
     blocks = {block.name: block for block in kernel.blocks}
-    loads = [(name, op) for name, block in blocks.items() for op in block.ops if isinstance(op, Load) and op.via]
+    loads = [(name, op) for name, block in blocks.items() for op in only(block.ops, tile.Load) if op.via]
     once = [op for home, op in loads if home == "consumer"]
     pipelines = []
     for _, op in loads:
         stages = sympy.Integer(1) if op in once or _has_one_stage(kernel, op) else symbol("num_stages")
         each = "consumer" if op in once else ""
         pipelines.append(
-            Pipeline(f"{op.src.tensor}_pipeline", op.type, stages, each, piece if "D_QK" in op.type.dims else 0)
+            pipe.Pipeline(f"{op.src.tensor}_pipeline", op.type, stages, each, piece if "D_QK" in op.type.dims else 0)
         )
-    loops = [op for op in blocks["consumer"].ops if isinstance(op, Loop)]
-    producer: list[Op] = [ProducerLoad(f"_load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in once]
+    loops = list(only(blocks["consumer"].ops, tile.Loop))
+    producer: list[Op] = [pipe.ProducerLoad(f"_load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in once]
     producer += [replace(loop, name=f"copy_{loop.name}", carry=(), body="copy", tiles=()) for loop in loops]
     streamed = [op for home, op in loads if home != "consumer"]
-    producer += [ProducerTail(f"_tail_{op.name}", f"{op.src.tensor}_pipeline") for op in streamed]
+    producer += [pipe.ProducerTail(f"_tail_{op.name}", f"{op.src.tensor}_pipeline") for op in streamed]
     first_tile = streamed[0]  # the tile that an iteration loads first: K, or Q in the backward. Metadata comes with it.
-    row_vectors = [op for op in kernel.ops() if isinstance(op, Load) and is_row_vector(kernel, op)]
-    sources: dict[str, Load] = {}
+    row_vectors = [op for op in only(kernel.ops(), tile.Load) if is_row_vector(kernel, op)]
+    sources: dict[str, tile.Load] = {}
     for op in row_vectors:  # a mask and a score modifier may read one tensor
         sources.setdefault(op.src.tensor, op)
     for op in sources.values():
         vector = replace(op.type, space="sram")
         tiles = f"{first_tile.src.tensor}_pipeline"
-        pipelines.append(Pipeline(f"{op.src.tensor}_pipeline", vector, symbol("num_stages"), metadata_of=tiles))
+        pipelines.append(pipe.Pipeline(f"{op.src.tensor}_pipeline", vector, symbol("num_stages"), metadata_of=tiles))
     copied = (*sources.values(), *streamed)
     copy_ops = (
-        *(ProducerLoad(f"_load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in copied),
-        Yield("_yield_copy", ()),
+        *(pipe.ProducerLoad(f"_load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in copied),
+        tile.Yield("_yield_copy", ()),
     )
     made = {
         "entry": replace(blocks["entry"], ops=(*blocks["entry"].ops, *pipelines)),
         "producer": replace(blocks["producer"], ops=tuple(producer)),
     }
     replacements: dict[str, Op] = {
-        op.name: ConsumerWait(op.name, f"{op.src.tensor}_pipeline", op.type) for _, op in loads
+        op.name: pipe.ConsumerWait(op.name, f"{op.src.tensor}_pipeline", op.type) for _, op in loads
     }
     replacements |= {
-        op.name: ReadMetadata(op.name, f"{op.src.tensor}_pipeline", first_tile.name, op.type) for op in row_vectors
+        op.name: pipe.ReadMetadata(op.name, f"{op.src.tensor}_pipeline", first_tile.name, op.type) for op in row_vectors
     }
     for block in kernel.blocks:
         if block.name not in made:
@@ -126,13 +125,13 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
     )
 
 
-def _has_one_stage(kernel: Kernel, tile: Load) -> bool:
+def _has_one_stage(kernel: Kernel, load: tile.Load) -> bool:
     """True if the pipeline of a tile has one stage. In the separate kernels of dQ and dK, that is the tile that only
     one product reads; two read the other tile.
 
     The tile is released early in an iteration, and there is room for only one stage of it.
     """
-    readers = [op for op in kernel.dots if tile.name in (op.a, op.b)]
+    readers = [op for op in kernel.dots if load.name in (op.a, op.b)]
     return computes_dp(kernel) and len(readers) == 1
 
 
@@ -144,17 +143,21 @@ def _with_waits(ops: tuple[Op, ...], replacements: dict[str, Op], streamed: set[
     wait is for both.
     """
     changed = list(_with_late_reads([replacements.get(op.name, op) for op in ops]))
-    tiles = {name: name for name in streamed} | {op.name: op.tile for op in changed if isinstance(op, ReadMetadata)}
-    added = {op.acc: op.name for op in changed if isinstance(op, Dot)}
+    tiles = {name: name for name in streamed} | {op.name: op.tile for op in only(changed, pipe.ReadMetadata)}
+    added = {op.acc: op.name for op in only(changed, tile.Dot)}
     last: dict[str, str] = {}
     for op in changed:
         reader = op.name
         while reader in added:
             reader = added[reader]
-        last |= {tiles[name]: reader for name in op.operands() if name in tiles and not isinstance(op, ReadMetadata)}
+        last |= {
+            tiles[name]: reader for name in op.operands() if name in tiles and not isinstance(op, pipe.ReadMetadata)
+        }
     for op in changed:
         yield op
-        yield from (ConsumerRelease(f"_release_{name}", name) for name, reader in last.items() if reader == op.name)
+        yield from (
+            pipe.ConsumerRelease(f"_release_{name}", name) for name, reader in last.items() if reader == op.name
+        )
 
 
 def _with_late_reads(ops: list[Op]) -> Iterable[Op]:
@@ -173,12 +176,12 @@ def _with_late_reads(ops: list[Op]) -> Iterable[Op]:
     for op in ops:
         tiles = (
             {op.tile}
-            if isinstance(op, ReadMetadata)
+            if isinstance(op, pipe.ReadMetadata)
             else set().union(*(deferred[name][1] for name in op.operands() if name in deferred))
         )
-        if isinstance(op, ReadMetadata) or tiles - available:
+        if isinstance(op, pipe.ReadMetadata) or tiles - available:
             deferred[op.name] = op, tiles
             continue
         yield from (x for operand in op.operands() for x in emit_deferred(operand))
         yield op
-        available |= {op.name} if isinstance(op, ConsumerWait) else set()
+        available |= {op.name} if isinstance(op, pipe.ConsumerWait) else set()

@@ -45,28 +45,11 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.core import Access, Block, Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Access, Block, Op, Type, only
 from attngen.ir.dims import SIDES, axis_of
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Base, Load, Map, OrderedAccumulate, OrderedAdd, Reduce, Store
-from attngen.ir.pipe import (
-    PARTIALS,
-    ConsumerRelease,
-    ConsumerWait,
-    ConvertLayout,
-    LocalLoad,
-    PartialReduce,
-    PinAfterWait,
-    PinBeforeWait,
-    Pipeline,
-    SoftmaxWeights,
-    TmaStore,
-    TmaStoreWait,
-    Wgmma,
-    WgmmaWait,
-)
-from attngen.ir.pipe_control import SemaphoreAcquire, SemaphoreRelease
 from attngen.targets.hopper.configs.barriers import is_consumed_in_loop
 from attngen.targets.hopper.configs.common import overlaps_softmax
 from attngen.targets.hopper.configs.forward_schedule import output_stage_width, outputs_fit_q_stage
@@ -97,17 +80,17 @@ def _convert_layouts(kernel: Kernel) -> Kernel:
     where a map reads a tile in shared memory."""
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        if isinstance(op, Wgmma) and kernel.type_of(op.a).space == "reg":
-            yield ConvertLayout(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
+        if isinstance(op, pipe.Wgmma) and kernel.type_of(op.a).space == "reg":
+            yield pipe.ConvertLayout(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
             yield replace(op, a=_operand(op.a))
-        elif isinstance(op, WgmmaWait) and op.keep_alive:
+        elif isinstance(op, pipe.WgmmaWait) and op.keep_alive:
             yield replace(op, keep_alive=tuple(map(_operand, op.keep_alive)))
-        elif isinstance(op, Map) and op.type.unpadded[1:] in (
+        elif isinstance(op, tile.Map) and op.type.unpadded[1:] in (
             ("D_V",),
-            (PARTIALS,),
+            (pipe.PARTIALS,),
             *((side,) for side in SIDES.values()),
         ):
-            to = "partials" if PARTIALS in op.type.dims else "acc"
+            to = "partials" if pipe.PARTIALS in op.type.dims else "acc"
             types = {ref: kernel.type_of(ref) for _, ref in op.uses}
             names = {
                 ref: f"{ref.replace('.', '_')}_{to.upper()}"
@@ -117,9 +100,9 @@ def _convert_layouts(kernel: Kernel) -> Kernel:
             for ref, name in names.items():
                 of = types[ref]
                 yield (
-                    LocalLoad(name, ref, replace(of, space="reg"))
+                    pipe.LocalLoad(name, ref, replace(of, space="reg"))
                     if of.space == "sram"
-                    else ConvertLayout(name, ref, to, of)
+                    else pipe.ConvertLayout(name, ref, to, of)
                 )
             yield op.with_operands(names)
         else:
@@ -141,18 +124,19 @@ def _pin(kernel: Kernel) -> Kernel:
         row_sum = ""  # the latest row sum that is not pinned yet
         before_wait: set[str] = set()  # ops before the latest wait for P V
         for op in block.ops:
-            if isinstance(op, SoftmaxWeights) and op.base.split(".")[0] in before_wait:
+            if isinstance(op, pipe.SoftmaxWeights) and op.base.split(".")[0] in before_wait:
                 renamed[op.base] = f"{op.base.replace('.', '_')}_deferred"
-                ops.append(PinAfterWait(renamed[op.base], op.base, kernel.type_of(op.base)))
-            if isinstance(op, WgmmaWait) and op.keep_alive:
+                ops.append(pipe.PinAfterWait(renamed[op.base], op.base, kernel.type_of(op.base)))
+            if isinstance(op, pipe.WgmmaWait) and op.keep_alive:
                 before_wait = {o.name for o in ops}
-            if isinstance(op, WgmmaWait) and (op.keep_alive or _is_of_exchanged_p(kernel, op)) and row_sum:
+            if isinstance(op, pipe.WgmmaWait) and (op.keep_alive or _is_of_exchanged_p(kernel, op)) and row_sum:
                 renamed[row_sum] = f"{row_sum}_held"
-                ops.append(PinBeforeWait(renamed[row_sum], row_sum, kernel.type_of(row_sum)))
+                ops.append(pipe.PinBeforeWait(renamed[row_sum], row_sum, kernel.type_of(row_sum)))
                 row_sum = ""
             row_sum = (
                 op.name
-                if isinstance(op, Map) and any(isinstance(kernel.op(r), (PartialReduce, Reduce)) for _, r in op.uses)
+                if isinstance(op, tile.Map)
+                and any(isinstance(kernel.op(r), (pipe.PartialReduce, tile.Reduce)) for _, r in op.uses)
                 else row_sum
             )
             ops.append(op.with_operands(renamed))
@@ -160,12 +144,12 @@ def _pin(kernel: Kernel) -> Kernel:
     return replace(kernel, blocks=tuple(blocks))
 
 
-def _is_of_exchanged_p(kernel: Kernel, op: WgmmaWait) -> bool:
+def _is_of_exchanged_p(kernel: Kernel, op: pipe.WgmmaWait) -> bool:
     """True if the wait is for a product whose operand P another warp group has computed."""
     issue = kernel.op(op.value)
-    wait = kernel.wait_of(issue.a) if isinstance(issue, Wgmma) else None
+    wait = kernel.wait_of(issue.a) if isinstance(issue, pipe.Wgmma) else None
     pipeline = kernel.op(wait.pipeline) if wait else None
-    return isinstance(pipeline, Pipeline) and pipeline.exchange
+    return isinstance(pipeline, pipe.Pipeline) and pipeline.exchange
 
 
 def _operand(ref: str) -> str:
@@ -177,48 +161,46 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
     buffer of their own."""
     stores = [
         op
-        for op in kernel.ops()
-        if isinstance(op, Store) and not isinstance(op, OrderedAdd) and len(kernel.type_of(op.value).dims) == 2
+        for op in only(kernel.ops(), tile.Store)
+        if not isinstance(op, tile.OrderedAdd) and len(kernel.type_of(op.value).dims) == 2
     ]
     fits = outputs_fit_q_stage(module)
     reused = _reused_stages(kernel) if kernel.adds_in_order or (fits and not kernel.is_persistent) else {}
     names = {op.name: reused.get(op.dst.tensor, f"{op.dst.tensor}_pipeline") for op in stores}
     made = (op for op in stores if op.dst.tensor not in reused)
     pipelines = tuple(
-        Pipeline(names[op.name], _stage_of(kernel, module, op), sympy.Integer(1), "consumer") for op in made
+        pipe.Pipeline(names[op.name], _stage_of(kernel, module, op), sympy.Integer(1), "consumer") for op in made
     )
-    waited = {
-        op.name: op.pipeline for op in kernel.ops() if isinstance(op, ConsumerWait) and op.pipeline in reused.values()
-    }
-    released = {
-        waited[op.value]: op.name for op in kernel.ops() if isinstance(op, ConsumerRelease) and op.value in waited
-    }
-    accumulations = [op for op in kernel.ops() if isinstance(op, OrderedAccumulate)]
+    waited = {op.name: op.pipeline for op in only(kernel.ops(), pipe.ConsumerWait) if op.pipeline in reused.values()}
+    released = {waited[op.value]: op.name for op in only(kernel.ops(), pipe.ConsumerRelease) if op.value in waited}
+    accumulations = list(only(kernel.ops(), tile.OrderedAccumulate))
     # The semaphore, at most one, and a pointer to the semaphores of its head (here: of the program's pair of query
     # heads).
     used = [op.semaphore for op in accumulations if op.ends and op.semaphore]
-    pointers = [Base(f"{of.tensor}_pair", Access(of.tensor, of.index[:-1]), Type("ptr", (), "reg")) for of in used]
+    pointers = [tile.Base(f"{of.tensor}_pair", Access(of.tensor, of.index[:-1]), Type("ptr", (), "reg")) for of in used]
     semaphores = [Access(pointer.name, of.index[-1:]) for pointer, of in zip(pointers, used)]
     recompute = kernel.is_persistent and bool(kernel.places) and not kernel.adds_in_order
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        if not isinstance(op, Store) or op.name not in names:
+        if not isinstance(op, tile.Store) or op.name not in names:
             yield op
             return
-        if isinstance(op, OrderedAccumulate) and op is accumulations[0] and op.order is not None:
-            yield from (SemaphoreAcquire("_acquire_semaphore", of, op.order) for of in semaphores)
-        yield TmaStore(
+        if isinstance(op, tile.OrderedAccumulate) and op is accumulations[0] and op.order is not None:
+            yield from (pipe.SemaphoreAcquire("_acquire_semaphore", of, op.order) for of in semaphores)
+        yield pipe.TmaStore(
             f"_tma_store_{op.value}",
             op.dst,
             op.value,
             names[op.name],
-            op.order if isinstance(op, OrderedAccumulate) else None,
+            op.order if isinstance(op, tile.OrderedAccumulate) else None,
             recompute=recompute,
         )
 
     kernel = kernel.rewrite(change)
-    store_waits = [TmaStoreWait(f"_tma_store_wait_{pipeline}", pipeline) for pipeline in dict.fromkeys(names.values())]
-    semaphore_releases = [SemaphoreRelease("_release_semaphore", of) for of in semaphores]
+    store_waits = [
+        pipe.TmaStoreWait(f"_tma_store_wait_{pipeline}", pipeline) for pipeline in dict.fromkeys(names.values())
+    ]
+    semaphore_releases = [pipe.SemaphoreRelease("_release_semaphore", of) for of in semaphores]
     last = {
         "entry": (*pointers, *pipelines),
         "consumer": (*(op for op in store_waits if op.staging not in released), *semaphore_releases),
@@ -235,19 +217,19 @@ def _reused_stages(kernel: Kernel) -> dict[str, str]:
     The first output leaves through the first such pipeline, and so on. Outputs that are left over go through the last
     one, one after another.
     """
-    pipelines = (op for op in kernel.block("entry").ops if isinstance(op, Pipeline) and op.per_instance)
+    pipelines = (op for op in only(kernel.block("entry").ops, pipe.Pipeline) if op.per_instance)
     stages = [op.name for op in pipelines if not is_consumed_in_loop(kernel, op.name)]
     outputs = [arg.name for arg in kernel.args if arg.role == "out" and arg.type.dtype == "T"]
     return {name: stages[min(at, len(stages) - 1)] for at, name in enumerate(outputs)} if stages else {}
 
 
-def _stage_of(kernel: Kernel, module: Module, op: Store) -> Type:
+def _stage_of(kernel: Kernel, module: Module, op: tile.Store) -> Type:
     """The type of the stage through which a tile leaves: that of the tile, or of half its columns, under every
     config."""
     if kernel.stands_for == JVP:
         return replace(kernel.type_of(op.value), space="sram")
     queries, value = kernel.op("Q_pipeline"), kernel.type_of(op.value)
-    assert isinstance(queries, Pipeline)
+    assert isinstance(queries, pipe.Pipeline)
     found = [
         output_stage_width(module, config, int(queries.stages))
         for config in module.configs(kernel.name, kernel.backend)
@@ -259,23 +241,23 @@ def _stage_of(kernel: Kernel, module: Module, op: Store) -> Type:
 def _with_head_pointers(kernel: Kernel) -> Kernel:
     """Compute one pointer per tensor and head, in the warp group that accesses it: where it is first needed, or before
     the loops."""
-    accesses = (op for op in kernel.ops() if isinstance(op, (Load, Store)) and not isinstance(op, OrderedAdd))
-    found = [op for op in accesses if (op.dst if isinstance(op, Store) else op.src).axes()]
-    made: dict[str, Base] = {}
+    accesses = (op for op in only(kernel.ops(), tile.Load, tile.Store) if not isinstance(op, tile.OrderedAdd))
+    found = [op for op in accesses if (op.dst if isinstance(op, tile.Store) else op.src).axes()]
+    made: dict[str, tile.Base] = {}
     homes: dict[str, str] = {}  # name of a pointer -> the block that computes it
     moved: dict[str, Op] = {}
     for op in found:
-        access = op.dst if isinstance(op, Store) else op.src
+        access = op.dst if isinstance(op, tile.Store) else op.src
         home = kernel.block_of(op).name
         side = home.removeprefix("consume")
         name = f"{access.tensor}_head{side if is_mla_decode(kernel) else ''}"
         homes[name] = home if is_mla_decode(kernel) else "consume" if kernel.is_persistent else "consumer"
         rows = tuple(i for i in access.index if axis_of(i))
-        made[name] = Base(
+        made[name] = tile.Base(
             name, Access(access.tensor, tuple(i for i in access.index if not axis_of(i))), Type("ptr", (), "reg")
         )
         moved[op.name] = (
-            replace(op, dst=Access(name, rows)) if isinstance(op, Store) else replace(op, src=Access(name, rows))
+            replace(op, dst=Access(name, rows)) if isinstance(op, tile.Store) else replace(op, src=Access(name, rows))
         )
 
     def insert_pointers(block: Block) -> Block:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import ClassVar
 
-from attngen.ir.core import Op
+from attngen.ir import pipe
+from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.pipe import Pipeline, ProducerLoad
 from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 
@@ -38,14 +38,14 @@ class LoadBeforeLookups(Pass):
 
 
 def _loading_early(kernel: Kernel) -> Kernel:
-    metadata = {op.name for op in kernel.ops() if isinstance(op, Pipeline) and op.metadata_of}
+    metadata = {op.name for op in only(kernel.ops(), pipe.Pipeline) if op.metadata_of}
 
     def is_tile(op: Op) -> bool:
-        return isinstance(op, ProducerLoad) and op.pipeline not in metadata
+        return isinstance(op, pipe.ProducerLoad) and op.pipeline not in metadata
 
     first = [op for block in kernel.warp_groups for op in takewhile(is_tile, block.ops)]
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        yield replace(op, early=True) if isinstance(op, ProducerLoad) and op in first else op
+        yield replace(op, early=True) if isinstance(op, pipe.ProducerLoad) and op in first else op
 
     return kernel.rewrite(change)

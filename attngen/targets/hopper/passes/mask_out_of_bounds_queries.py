@@ -20,11 +20,11 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.core import Op
+from attngen.ir import tile
+from attngen.ir.core import Op, only
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Load, Map, Mask
 from attngen.targets.hopper.configs.families import with_fused_backward, with_separate_backward
 from attngen.transforms.base import Pass
 
@@ -44,18 +44,18 @@ class MaskOutOfBoundsQueries(Pass):
 
 
 def _with_query_mask(kernel: Kernel) -> Kernel:
-    lse2 = next(op for op in kernel.ops() if isinstance(op, Load) and op.other == sympy.oo)
-    weights = next(op for op in kernel.ops() if isinstance(op, Map) and lse2.name in op.operands())
+    lse2 = next(op for op in only(kernel.ops(), tile.Load) if op.other == sympy.oo)
+    weights = next(op for op in only(kernel.ops(), tile.Map) if lse2.name in op.operands())
     scores = next(ref for _, ref in weights.uses if kernel.type_of(ref).dims == weights.type.dims)
-    masked = any(isinstance(op, Mask) for op in kernel.ops())
+    masked = any(only(kernel.ops(), tile.Mask))
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if op is lse2:
             yield replace(lse2, other=sympy.Integer(0))
         elif op is weights and not masked:
-            yield Mask("masked", scores, INSIDE, (), weights.type)
+            yield tile.Mask("masked", scores, INSIDE, (), weights.type)
             yield weights.with_operands({scores: "masked"})
-        elif isinstance(op, Mask):
+        elif isinstance(op, tile.Mask):
             yield replace(op, where=sympy.And(op.where, INSIDE))
         else:
             yield op

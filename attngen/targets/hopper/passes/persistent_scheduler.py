@@ -58,12 +58,10 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.core import Block, Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, Type, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Loop
-from attngen.ir.pipe import ConsumerRelease, ConsumerWait, Pipeline, ProducerLoad, ProducerTail
-from attngen.ir.pipe_control import PipelinedLoop, ReloadTile, WorkLoop
 from attngen.targets.hopper.configs import jvp
 from attngen.targets.hopper.configs.families import with_forward, with_fused_backward, with_jvp, with_mla_decode
 from attngen.targets.hopper.configs.forward_schedule import persistent_q_stages
@@ -105,32 +103,31 @@ class PersistentScheduler(Pass):
         )
 
 
-def _make_persistent(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> Kernel:
+def _make_persistent(kernel: Kernel, change: Callable[[pipe.Pipeline], pipe.Pipeline]) -> Kernel:
     """Make a kernel persistent; change: applied to the pipelines that are consumed once per work tile."""
     entry = kernel.block("entry")
-    loaded = {op.pipeline for op in kernel.ops() if isinstance(op, ProducerLoad)}
+    loaded = {op.pipeline for op in only(kernel.ops(), pipe.ProducerLoad)}
     # Warp group -> pipelines that it consumes once per work tile -> the tile.
     of_warp_groups = {
         warp_group.name: {
-            op.pipeline: op.name for op in warp_group.ops if isinstance(op, ConsumerWait) and op.pipeline in loaded
+            op.pipeline: op.name for op in only(warp_group.ops, pipe.ConsumerWait) if op.pipeline in loaded
         }
         for warp_group in kernel.warp_groups
         if warp_group.warp_group and warp_group.warp_group.rows
     }
     once = {pipeline: name for waited in of_warp_groups.values() for pipeline, name in waited.items()}
     kept = [
-        change(op) if isinstance(op, Pipeline) and op.name in once else op
-        for op in entry.ops
-        if isinstance(op, (Arg, Pipeline))
+        change(op) if isinstance(op, pipe.Pipeline) and op.name in once else op
+        for op in only(entry.ops, tile.Arg, pipe.Pipeline)
     ]
     # Too few named barriers are left in these kernels.
     by_mbarrier = kernel.adds_in_order or is_mla_decode(kernel)
-    work = Pipeline(WORK, Type("i32", (), "sram"), sympy.Integer(WORK_STAGES), mbarrier_release=by_mbarrier)
-    tails = [op for warp_group in kernel.warp_groups for op in warp_group.ops if isinstance(op, ProducerTail)]
+    work = pipe.Pipeline(WORK, Type("i32", (), "sram"), sympy.Integer(WORK_STAGES), mbarrier_release=by_mbarrier)
+    tails = [op for warp_group in kernel.warp_groups for op in only(warp_group.ops, pipe.ProducerTail)]
     at_end = [
-        *(ProducerTail(f"_tail_{name}", pipeline) for pipeline, name in once.items()),
+        *(pipe.ProducerTail(f"_tail_{name}", pipeline) for pipeline, name in once.items()),
         *tails,
-        ProducerTail("_tail_work", WORK),
+        pipe.ProducerTail("_tail_work", WORK),
     ]
     warp_groups, bodies = [], []
     for warp_group in kernel.warp_groups:
@@ -141,30 +138,30 @@ def _make_persistent(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> 
         )
         fetches = warp_group.name == "producer"
         warp_groups.append(
-            replace(warp_group, ops=(WorkLoop(name, WORK, "tile", body, fetches), *(at_end if fetches else ())))
+            replace(warp_group, ops=(pipe.WorkLoop(name, WORK, "tile", body, fetches), *(at_end if fetches else ())))
         )
         bodies.append(Block(body, ops, about=about))
-    tile = Block(
+    scalars = Block(
         "tile",
-        tuple(op for op in entry.ops if not isinstance(op, (Arg, Pipeline))),
+        tuple(op for op in entry.ops if not isinstance(op, (tile.Arg, pipe.Pipeline))),
         about="scalars of a tile that all warp groups read",
     )
     others = [block for block in kernel.blocks if not block.warp_group and block is not entry]
-    return replace(kernel, blocks=(replace(entry, ops=(*kept, work)), *warp_groups, tile, *bodies, *others))
+    return replace(kernel, blocks=(replace(entry, ops=(*kept, work)), *warp_groups, scalars, *bodies, *others))
 
 
 def _with_releases(kernel: Kernel, warp_group: Block, once: dict[str, str]) -> Iterator[Op]:
     """Add releases to a consumer's ops for a work tile: a tile that it waits for once is released after its loops,
     or at the end if outputs leave through the stage."""
-    *_, last = (op for op in warp_group.ops if isinstance(op, (Loop, PipelinedLoop)))
+    *_, last = only(warp_group.ops, tile.Loop, pipe.PipelinedLoop)
     staging = [
         name
         for pipeline, name in once.items()
-        if kernel.adds_in_order and isinstance(op := kernel.op(pipeline), Pipeline) and op.per_instance
+        if kernel.adds_in_order and isinstance(op := kernel.op(pipeline), pipe.Pipeline) and op.per_instance
     ]
     for op in warp_group.ops:
         yield op
         if op is last:
-            yield from (ConsumerRelease(f"_release_{name}", name) for name in once.values() if name not in staging)
-            yield ReloadTile(f"_reload_{warp_group.name}", WORK)
-    yield from (ConsumerRelease(f"_release_{name}", name) for name in staging)
+            yield from (pipe.ConsumerRelease(f"_release_{name}", name) for name in once.values() if name not in staging)
+            yield pipe.ReloadTile(f"_reload_{warp_group.name}", WORK)
+    yield from (pipe.ConsumerRelease(f"_release_{name}", name) for name in staging)

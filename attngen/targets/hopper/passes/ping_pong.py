@@ -37,11 +37,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import ClassVar
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe
+from attngen.ir.core import Block, Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.pipe import Wgmma, WgmmaWait
-from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier
 from attngen.targets.hopper.configs.families import with_forward, with_fused_backward, with_separate_backward
 from attngen.targets.hopper.configs.forward_schedule import ping_pong_consumers
 from attngen.targets.hopper.configs.sm90 import FORWARD
@@ -62,7 +61,7 @@ class PingPong(Pass):
 
 
 def _with_scheduler_barriers(kernel: Kernel) -> Kernel:
-    loop = next(op for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry)  # the consumers' loop
+    loop = next(op for op in only(kernel.ops(), pipe.PipelinedLoop) if op.carry)  # the consumers' loop
     # Twice per tile in the backward: for products of scores, and for those that accumulate. Once in the forward and in
     # the kernel of dV, which is pipelined as the forward is: they issue both kinds of products together.
     twice = kernel.stands_for != FORWARD and not loop.first
@@ -72,9 +71,13 @@ def _with_scheduler_barriers(kernel: Kernel) -> Kernel:
         if block.name in (loop.first, loop.step):
             ops = tuple(_with_barriers(block, twice))
         elif block.name == loop.skip:
-            ops = (SchedulerBarrier("_sync_skip", "sync"), SchedulerBarrier("_arrive_skip", "arrive"), *ops)
+            ops = (pipe.SchedulerBarrier("_sync_skip", "sync"), pipe.SchedulerBarrier("_arrive_skip", "arrive"), *ops)
         elif block.name == "consumer":
-            ops = (SchedulerBarrier("_init_scheduler", "init"), *ops, SchedulerBarrier("_tail_scheduler", "tail"))
+            ops = (
+                pipe.SchedulerBarrier("_init_scheduler", "init"),
+                *ops,
+                pipe.SchedulerBarrier("_tail_scheduler", "tail"),
+            )
         blocks.append(replace(block, ops=ops))
     return replace(kernel, blocks=tuple(blocks))
 
@@ -85,16 +88,18 @@ def _with_barriers(block: Block, twice: bool) -> Iterator[Op]:
     twice: enclose separately the products of scores that are issued before the first wait, and all products from the
     first one that accumulates.
     """
-    products = [op for op in block.ops if isinstance(op, Wgmma)]
+    products = list(only(block.ops, pipe.Wgmma))
     accumulating = next(i for i, op in enumerate(products) if op.acc) if twice else 0
     of_scores, others = products[:accumulating], products[accumulating:]
-    before_wait = takewhile(lambda op: not isinstance(op, WgmmaWait), block.ops)
+    before_wait = takewhile(lambda op: not isinstance(op, pipe.WgmmaWait), block.ops)
     groups = [group for group in ([op for op in before_wait if op in of_scores], others) if group]
     for op in block.ops:
         yield from (
-            SchedulerBarrier(f"_sync_{n}_{block.name}", "sync") for n, group in enumerate(groups) if op is group[0]
+            pipe.SchedulerBarrier(f"_sync_{n}_{block.name}", "sync") for n, group in enumerate(groups) if op is group[0]
         )
         yield op
         yield from (
-            SchedulerBarrier(f"_arrive_{n}_{block.name}", "arrive") for n, group in enumerate(groups) if op is group[-1]
+            pipe.SchedulerBarrier(f"_arrive_{n}_{block.name}", "arrive")
+            for n, group in enumerate(groups)
+            if op is group[-1]
         )

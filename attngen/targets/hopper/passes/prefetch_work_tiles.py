@@ -29,11 +29,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attngen.ir.core import Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Loop
-from attngen.ir.pipe_control import PipelinedLoop, PrefetchTile, WorkLoop
 from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 
@@ -48,12 +47,12 @@ class PrefetchWorkTiles(Pass):
 
 
 def _prefetching(kernel: Kernel) -> Kernel:
-    work = next((op for op in kernel.ops() if isinstance(op, WorkLoop) and op.fetches), None)
+    work = next((op for op in only(kernel.ops(), pipe.WorkLoop) if op.fetches), None)
     if work is None or kernel.adds_in_order or kernel.kv_split:
         return kernel
     kernel = kernel.rewrite(lambda block, op: _in_two(op) if block == work.body else [op])
-    loops = [op for op in kernel.block(work.body).ops if isinstance(op, Loop)]
-    fetch = PrefetchTile("_prefetch_tile", work.pipeline)
+    loops = list(only(kernel.block(work.body).ops, tile.Loop))
+    fetch = pipe.PrefetchTile("_prefetch_tile", work.pipeline)
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if len(loops) > 1 and op is loops[-1]:
@@ -66,6 +65,6 @@ def _prefetching(kernel: Kernel) -> Kernel:
 def _in_two(op: Op) -> Sequence[Op]:
     """The loop over partial tiles and that over full ones, if the op is one loop over both that reverses the partial
     ones."""
-    if isinstance(op, PipelinedLoop) and op.reversed and not op.listed and op.bodies == (op.step,):
+    if isinstance(op, pipe.PipelinedLoop) and op.reversed and not op.listed and op.bodies == (op.step,):
         return op.by_class
     return [op]

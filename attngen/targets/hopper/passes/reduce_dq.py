@@ -48,25 +48,12 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.core import Block, Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, Type, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dot, Loop, OrderedAdd, Yield
-from attngen.ir.pipe import (
-    SLICE_DIM,
-    TILE_DIM,
-    ConsumerRelease,
-    ConsumerWait,
-    Pack,
-    Pipeline,
-    ProducerStore,
-    SliceRows,
-    Wgmma,
-    WgmmaWait,
-)
-from attngen.ir.pipe_control import SemaphoreRelease
 from attngen.targets.hopper.configs.common import NARROW
 from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.targets.hopper.configs.fused_backward import INSTANCES, is_wide
@@ -89,54 +76,56 @@ class ReduceDQ(Pass):
 
 
 def _reduce(module: Module, kernel: Kernel) -> Kernel:
-    add = next(op for op in kernel.ops() if isinstance(op, OrderedAdd))
+    add = next(only(kernel.ops(), tile.OrderedAdd))
     product = kernel.op(add.value)
-    assert isinstance(product, Dot)
+    assert isinstance(product, tile.Dot)
     keys = kernel.op(product.b)
-    assert isinstance(keys, ConsumerWait)
+    assert isinstance(keys, pipe.ConsumerWait)
     program_dim = AXIS_DIM[kernel.program_axis]
     long_tiles = all(config.block_q > ROWS for config in module.configs(kernel.name, kernel.backend))
     split_dim = "BLOCK_Q" if long_tiles else "D_QK"
-    part = replace(product.type, dims=tuple(SLICE_DIM[d] if d == split_dim else d for d in product.type.dims))
+    part = replace(product.type, dims=tuple(pipe.SLICE_DIM[d] if d == split_dim else d for d in product.type.dims))
     ds = replace(kernel.type_of(product.a), dtype="T")
-    whole = replace(ds, dims=tuple(TILE_DIM.get(d, d) if d == program_dim else d for d in ds.dims), space="sram")
-    all_keys = replace(keys.type, dims=tuple(TILE_DIM[program_dim] if d == program_dim else d for d in keys.type.dims))
-    tile = replace(product.type, space="sram")
+    whole = replace(ds, dims=tuple(pipe.TILE_DIM.get(d, d) if d == program_dim else d for d in ds.dims), space="sram")
+    all_keys = replace(
+        keys.type, dims=tuple(pipe.TILE_DIM[program_dim] if d == program_dim else d for d in keys.type.dims)
+    )
+    buffer = replace(product.type, space="sram")
     cast, ds_all = f"{product.a}_cast", f"{product.a}_all"
     one_stage = is_wide(module)
     stages = 1 if one_stage or (kernel.reads_pairs and module.head_dim_v > NARROW) else DQ_STAGES
-    dq = Pipeline("dQ_pipeline", tile, sympy.Integer(stages), columns=piece_of(module.head_dim_qk) // INSTANCES)
-    pipelines = (Pipeline("dS_pipeline", whole, symbol("num_stages")), dq)
+    dq = pipe.Pipeline("dQ_pipeline", buffer, sympy.Integer(stages), columns=piece_of(module.head_dim_qk) // INSTANCES)
+    pipelines = (pipe.Pipeline("dS_pipeline", whole, symbol("num_stages")), dq)
     order = order_ops(kernel, add)
-    users = [op for op in kernel.ops() if isinstance(op, Dot) and op.a == product.a]
+    users = [op for op in only(kernel.ops(), tile.Dot) if op.a == product.a]
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        if isinstance(op, Pipeline) and op.name == keys.pipeline:
+        if isinstance(op, pipe.Pipeline) and op.name == keys.pipeline:
             yield replace(op, type=all_keys, per_instance="")
-        elif isinstance(op, Pipeline) and one_stage and op.type.dims == ("BLOCK_Q", "D_V"):
+        elif isinstance(op, pipe.Pipeline) and one_stage and op.type.dims == ("BLOCK_Q", "D_V"):
             yield replace(op, stages=sympy.Integer(1))
         elif op is keys:
             yield replace(keys, name=f"{keys.name}_all", type=all_keys)
-            yield SliceRows(keys.name, f"{keys.name}_all", keys.type)
+            yield pipe.SliceRows(keys.name, f"{keys.name}_all", keys.type)
         elif op is product:
-            yield ConsumerWait(ds_all, "dS_pipeline", whole)
-            yield Wgmma(
+            yield pipe.ConsumerWait(ds_all, "dS_pipeline", whole)
+            yield pipe.Wgmma(
                 f"{product.name}_flight",
                 ds_all,
                 f"{keys.name}_all",
-                TILE_DIM[program_dim],
+                pipe.TILE_DIM[program_dim],
                 replace(part, space="flight"),
             )
-            yield WgmmaWait(product.name, f"{product.name}_flight", part)
-            yield ConsumerRelease(f"_release_{ds_all}", ds_all)
+            yield pipe.WgmmaWait(product.name, f"{product.name}_flight", part)
+            yield pipe.ConsumerRelease(f"_release_{ds_all}", ds_all)
         elif op is add:
-            yield ProducerStore("_store_dq", "dQ_pipeline", product.name)
+            yield pipe.ProducerStore("_store_dq", "dQ_pipeline", product.name)
         elif op in order:
             return  # the dQ reduction warp gets them
         elif op in users:
             if op is users[0]:
-                yield Pack(cast, product.a, ds)
-                yield ProducerStore("_store_ds", "dS_pipeline", cast)
+                yield pipe.Pack(cast, product.a, ds)
+                yield pipe.ProducerStore("_store_ds", "dS_pipeline", cast)
             yield op.with_operands({product.a: cast})
         else:
             yield op
@@ -144,24 +133,24 @@ def _reduce(module: Module, kernel: Kernel) -> Kernel:
     changed = kernel.rewrite(change)
     more = {"entry": pipelines, "dq_reducer": _reducer_loops(kernel)}
     blocks = tuple(replace(b, ops=(*b.ops, *more.get(b.name, ()))) for b in changed.blocks)
-    return replace(changed, blocks=(*blocks, _reducer_body(add, order, tile)))
+    return replace(changed, blocks=(*blocks, _reducer_body(add, order, buffer)))
 
 
 def _reducer_loops(kernel: Kernel) -> tuple[Op, ...]:
     """The loops of the consumers, for the dQ reduction warp."""
-    loops = (op for op in kernel.block("consumer").ops if isinstance(op, Loop))
+    loops = only(kernel.block("consumer").ops, tile.Loop)
     return tuple(replace(loop, name=f"dQ_{loop.name}", carry=(), body="write", tiles=()) for loop in loops)
 
 
-def _reducer_body(add: OrderedAdd, order: Sequence[Op], tile: Type) -> Block:
+def _reducer_body(add: tile.OrderedAdd, order: Sequence[Op], buffer: Type) -> Block:
     """The body of the dQ reduction warp's loops; order: the ops that compute the position in the semaphore's order."""
     assert add.semaphore is not None
     ops = (
         *order,
-        ConsumerWait("dq_tile", "dQ_pipeline", tile),
+        pipe.ConsumerWait("dq_tile", "dQ_pipeline", buffer),
         replace(add, value="dq_tile"),
-        ConsumerRelease("_release_dq_tile", "dq_tile"),
-        SemaphoreRelease("_release_dq_semaphore", add.semaphore),
-        Yield("_yield_write", ()),
+        pipe.ConsumerRelease("_release_dq_tile", "dq_tile"),
+        pipe.SemaphoreRelease("_release_dq_semaphore", add.semaphore),
+        tile.Yield("_yield_write", ()),
     )
     return Block("write", ops, about="add the consumers' tiles of dQ to device memory")

@@ -32,12 +32,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Loop
-from attngen.ir.pipe import ConsumerRelease, ConsumerWait
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.families import with_forward, with_jvp
 from attngen.targets.hopper.configs.forward_schedule import can_skip_masked_tiles
 from attngen.tiles.warp_groups import instance_bounds
@@ -59,8 +57,7 @@ class SkipMaskedTiles(Pass):
 
 def _skip(kernel: Kernel) -> Kernel:
     loops = {
-        warp_group.name: [op for op in warp_group.ops if isinstance(op, (Loop, PipelinedLoop))]
-        for warp_group in kernel.warp_groups
+        warp_group.name: list(only(warp_group.ops, tile.Loop, pipe.PipelinedLoop)) for warp_group in kernel.warp_groups
     }
     merged = {name: as_pipelined_loop(found) for name, found in loops.items()}
     keys = merged["consumer"]
@@ -98,21 +95,21 @@ def _skip(kernel: Kernel) -> Kernel:
     return replace(kernel, blocks=tuple(blocks))
 
 
-def as_pipelined_loop(loops: Sequence[Loop | PipelinedLoop]) -> PipelinedLoop:
+def as_pipelined_loop(loops: Sequence[tile.Loop | pipe.PipelinedLoop]) -> pipe.PipelinedLoop:
     """Merge the loops over partial and full tiles into one."""
     first = loops[0]
-    if isinstance(first, PipelinedLoop):
+    if isinstance(first, pipe.PipelinedLoop):
         return replace(first, in_order=False)
-    ranges = {loop.cls: loop.ranges for loop in loops if isinstance(loop, Loop)}
+    ranges = {loop.cls: loop.ranges for loop in only(loops, tile.Loop)}
     name = first.name.rpartition("_")[0]
     tiles = ranges.get("partial", ()), ranges.get("full", ())
-    made = PipelinedLoop(name, first.var, *tiles, first.carry, step=first.body, listed=first.listed)
+    made = pipe.PipelinedLoop(name, first.var, *tiles, first.carry, step=first.body, listed=first.listed)
     return replace(made, heads=first.heads, by_tile=first.by_tile)
 
 
 def _skipped(ops: Sequence[Op]) -> Iterator[Op]:
     """Wait for the tiles of an iteration, and release them at once."""
     for op in ops:
-        if isinstance(op, ConsumerWait):
+        if isinstance(op, pipe.ConsumerWait):
             yield replace(op, name=f"{op.name}_in_skip")
-            yield ConsumerRelease(f"_release_{op.name}_in_skip", f"{op.name}_in_skip")
+            yield pipe.ConsumerRelease(f"_release_{op.name}_in_skip", f"{op.name}_in_skip")

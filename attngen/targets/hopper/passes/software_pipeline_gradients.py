@@ -39,22 +39,10 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.core import Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Loop, Yield
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    Pack,
-    PinBeforeWait,
-    ProducerStore,
-    ReadMetadata,
-    Rematerialize,
-    SliceRows,
-    Wgmma,
-    WgmmaWait,
-)
 from attngen.targets.hopper.configs.common import ops_per_score
 from attngen.targets.hopper.configs.families import with_fused_backward, with_separate_backward
 from attngen.targets.hopper.configs.fused_backward import is_wide, issues_dp_late
@@ -101,7 +89,7 @@ def merge_loops(kernel: Kernel, order: Callable[[tuple[Op, ...]], Iterable[Op]],
     the programs that precede it in the semaphore's order. Where all programs visit the same tiles, partial ones come
     first, as in separate loops.
     """
-    loops = [[op for op in warp_group.ops if isinstance(op, Loop)] for warp_group in kernel.warp_groups]
+    loops = [list(only(warp_group.ops, tile.Loop)) for warp_group in kernel.warp_groups]
     visited = whole_range([pair for loop in loops[0] for pair in loop.ranges])
     ordered = visited is not None and (
         not kernel.adds_in_order or loops[0][0].listed is not None or any(differs(kernel, end) for end in visited)
@@ -117,27 +105,29 @@ def merge_loops(kernel: Kernel, order: Callable[[tuple[Op, ...]], Iterable[Op]],
         for op in same
         for field, _ in op.carry
     }
-    tiles_before_loop = [op for op in kernel.block("consumer").ops if isinstance(op, (SliceRows, ConsumerWait))]
+    tiles_before_loop = list(only(kernel.block("consumer").ops, pipe.SliceRows, pipe.ConsumerWait))
     blocks = []
     for block in kernel.blocks:
         ops = block.ops
-        if any(isinstance(op, Wgmma) for op in ops):
+        if any(only(ops, pipe.Wgmma)):
             ops = _with_addresses(tiles_before_loop, tuple(order(ops)))
         elif block.name == "consumer":
-            ops = tuple(op for op in ops if not isinstance(op, SliceRows))
+            ops = tuple(op for op in ops if not isinstance(op, pipe.SliceRows))
         kept = (merged.get(op.name, op) for op in ops if op not in later)
         blocks.append(replace(block, ops=tuple(op if op.name in merged else op.with_operands(results) for op in kept)))
     return replace(kernel, blocks=tuple(blocks))
 
 
-def _with_addresses(tiles: Sequence[SliceRows | ConsumerWait], ops: tuple[Op, ...]) -> tuple[Op, ...]:
+def _with_addresses(tiles: Sequence[pipe.SliceRows | pipe.ConsumerWait], ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Compute the addresses of tiles that are waited for before the loop again in its body."""
-    names = {op.name: f"{op.name}_ADDR" if isinstance(op, ConsumerWait) else op.name for op in tiles}
+    names = {op.name: f"{op.name}_ADDR" if isinstance(op, pipe.ConsumerWait) else op.name for op in tiles}
     made = [
-        Rematerialize(names[op.name], op.name, op.type) if isinstance(op, ConsumerWait) else op.with_operands(names)
+        pipe.Rematerialize(names[op.name], op.name, op.type)
+        if isinstance(op, pipe.ConsumerWait)
+        else op.with_operands(names)
         for op in tiles
     ]
-    args = [op for op in ops if isinstance(op, Arg)]
+    args = list(only(ops, tile.Arg))
     return (*args, *made, *(op.with_operands(names) for op in ops if op not in args))
 
 
@@ -145,15 +135,15 @@ class Kinds:
     """The ops of a loop body by kind."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
-        self.args = [op for op in ops if isinstance(op, Arg)]
-        self.waits = {op.name: op for op in ops if isinstance(op, ConsumerWait)}
-        self.reads = [op for op in ops if isinstance(op, ReadMetadata)]
-        self.issues = [op for op in ops if isinstance(op, Wgmma)]
+        self.args = list(only(ops, tile.Arg))
+        self.waits = {op.name: op for op in only(ops, pipe.ConsumerWait)}
+        self.reads = list(only(ops, pipe.ReadMetadata))
+        self.issues = list(only(ops, pipe.Wgmma))
         self.sums = [op for op in self.issues if op.acc]  # the products that add to accumulators
-        self.product_waits = {op.value: op for op in ops if isinstance(op, WgmmaWait)}
-        self.stores = {op.value: op for op in ops if isinstance(op, ProducerStore)}
-        self.releases = {op.value: op for op in ops if isinstance(op, ConsumerRelease)}
-        self.yields = [op for op in ops if isinstance(op, Yield)]
+        self.product_waits = {op.value: op for op in only(ops, pipe.WgmmaWait)}
+        self.stores = {op.value: op for op in only(ops, pipe.ProducerStore)}
+        self.releases = {op.value: op for op in only(ops, pipe.ConsumerRelease)}
+        self.yields = list(only(ops, tile.Yield))
         placed = {
             *self.args,
             *self.waits.values(),
@@ -165,7 +155,7 @@ class Kinds:
         placed |= {*self.releases.values(), *self.yields}
         self.computed = [op for op in ops if op not in placed]
 
-    def ends(self, products: Sequence[Wgmma]) -> Iterator[Op]:
+    def ends(self, products: Sequence[pipe.Wgmma]) -> Iterator[Op]:
         """Wait for products, one after another, and release the tile of each."""
         return (op for product in products for op in (self.product_waits[product.name], self.releases[product.b]))
 
@@ -185,7 +175,7 @@ def _order_fused(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, l
         (op for op in of.issues if not op.acc and op is not dq), key=lambda op: len(nx.descendants(graph, op.name))
     )
     of_s, of_dp = (nx.descendants(graph, op.name) for op in (s, dp))
-    packs = [op for op in of.computed if isinstance(op, Pack)]
+    packs = list(only(of.computed, pipe.Pack))
     weights = next(op.value for op in packs if op.name in of_s - of_dp)
     needed = [
         op.name
@@ -217,11 +207,11 @@ def _order_fused(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, l
     first = [op for op in packs if early and op.value == weights]
     yield from first
     if late:
-        yield from (PinBeforeWait(made, name, kernel.type_of(name)) for name, made in pinned.items())
+        yield from (pipe.PinBeforeWait(made, name, kernel.type_of(name)) for name, made in pinned.items())
         yield from (of.waits[dp.b], dp)
     yield of.product_waits[dp.name]
     if not (early or late):
-        yield PinBeforeWait(pinned[weights], weights, kernel.type_of(weights))
+        yield pipe.PinBeforeWait(pinned[weights], weights, kernel.type_of(weights))
     yield from stage(2)
     for op in (op for op in packs if op not in first):
         yield op.with_operands(pinned)

@@ -28,22 +28,10 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.core import Block, Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, Type, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Gather, Load, Loop, Mask, Yield
-from attngen.ir.pipe import (
-    PLACE,
-    ConsumerRelease,
-    ConsumerWait,
-    Pipeline,
-    ProducerLoad,
-    ReadMetadata,
-    Wgmma,
-    WgmmaWait,
-    WriteTileIndex,
-)
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.common import overlaps_softmax
 from attngen.targets.hopper.configs.families import with_forward, with_separate_backward
 from attngen.targets.hopper.configs.separate_backward import is_pipelined_as_forward
@@ -67,24 +55,24 @@ class SoftwarePipelineSoftmax(Pass):
 class _Parts:
     """The ops of a body. The second product, with the ops that only it needs, moves to the next iteration."""
 
-    args: dict[str, Arg]
+    args: dict[str, tile.Arg]
     loaded: list[Op]  # the wait for the first product's tile, and its issue
     early: list[Op]  # ops that depend on no product
     middle: list[Op]  # the wait for the first product, and ops that depend on it
     rescaling: list[Op]  # ops that depend on the accumulator
     second: dict[type[Op], Op]  # consumer_wait, wgmma, wgmma_wait and consumer_release of the second product
-    yielded: Yield
+    yielded: tile.Yield
 
     @property
-    def issue(self) -> Wgmma:
-        found = self.second[Wgmma]
-        assert isinstance(found, Wgmma)
+    def issue(self) -> pipe.Wgmma:
+        found = self.second[pipe.Wgmma]
+        assert isinstance(found, pipe.Wgmma)
         return found
 
     @property
     def acc(self) -> str:
         """The carried accumulator, to which the second product adds."""
-        return next(field for field, ref in self.yielded.values if ref == self.second[WgmmaWait].name)
+        return next(field for field, ref in self.yielded.values if ref == self.second[pipe.WgmmaWait].name)
 
     @property
     def weights(self) -> str:
@@ -93,13 +81,13 @@ class _Parts:
 
 
 def _overlap(kernel: Kernel) -> Kernel:
-    loops = [op for op in kernel.block("consumer").ops if isinstance(op, Loop)]
+    loops = list(only(kernel.block("consumer").ops, tile.Loop))
     step = kernel.block(loops[0].body)
     parts = _parts(kernel, step.ops)
     ranges = {loop.cls: loop.ranges for loop in loops}
     indices = f"{loops[0].var.upper()}_TILES_pipeline"  # of listed tiles
     keys_pipeline = _pipeline_with_indices(kernel, loops, step.ops)
-    merged = PipelinedLoop(
+    merged = pipe.PipelinedLoop(
         loops[0].name.rpartition("_")[0],
         loops[0].var,
         ranges.get("partial", ()),
@@ -113,7 +101,7 @@ def _overlap(kernel: Kernel) -> Kernel:
     )
     results = {f"{loop.name}.{field}": f"{merged.name}.{field}" for loop in loops for field, _ in loop.carry}
     # The producer's two loops stay separate and swap places, so that the one over partial tiles comes first.
-    copying = [op for op in kernel.block("producer").ops if isinstance(op, Loop)]
+    copying = list(only(kernel.block("producer").ops, tile.Loop))
     reordered = {a.name: b for a, b in zip(copying, sorted(copying, key=lambda loop: loop.cls != "partial"))}
     bodies = {"first": _first(parts), step.name: _step(parts), "last": _last(parts)}
     abouts = {
@@ -130,53 +118,55 @@ def _overlap(kernel: Kernel) -> Kernel:
             kept = [op if op not in loops else merged for i, op in enumerate(block.ops) if op not in loops or i == at]
             blocks.append(replace(block, ops=tuple(op.with_operands(results) for op in kept)))
         elif keys_pipeline and block.name == "entry":
-            keys = next(op for op in block.ops if isinstance(op, Pipeline) and op.name == keys_pipeline)
+            keys = next(op for op in only(block.ops, pipe.Pipeline) if op.name == keys_pipeline)
             blocks.append(
                 replace(
                     block,
                     ops=(
                         *block.ops,
-                        Pipeline(indices, Type("i32", (), "sram"), keys.stages, metadata_of=keys_pipeline),
+                        pipe.Pipeline(indices, Type("i32", (), "sram"), keys.stages, metadata_of=keys_pipeline),
                     ),
                 )
             )
         elif keys_pipeline and block.name == copying[0].body:
             at = next(
-                i for i, op in enumerate(block.ops) if isinstance(op, ProducerLoad) and op.pipeline == keys_pipeline
+                i
+                for i, op in enumerate(block.ops)
+                if isinstance(op, pipe.ProducerLoad) and op.pipeline == keys_pipeline
             )
             blocks.append(
-                replace(block, ops=(*block.ops[:at], WriteTileIndex("_write_index", indices), *block.ops[at:]))
+                replace(block, ops=(*block.ops[:at], pipe.WriteTileIndex("_write_index", indices), *block.ops[at:]))
             )
         else:
             blocks.append(replace(block, ops=tuple(reordered.get(op.name, op) for op in block.ops)))
     return replace(kernel, blocks=tuple(blocks))
 
 
-def _pipeline_with_indices(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[Op]) -> str:
+def _pipeline_with_indices(kernel: Kernel, loops: Sequence[tile.Loop], ops: Sequence[Op]) -> str:
     """Return the name of K's pipeline if the producer passes the indices of listed tiles along with K, else empty text.
 
     It does if the only ops that need a tile's position are masks of partial tiles, and nothing is loaded for a tile
     except row vectors. The index lies in K's stage, so a consumer has to read it before it releases K. Therefore K has
     to be released after the last of these masks; it is, if the mask also reads a row vector in K's stage.
     """
-    reads = [op for op in ops if isinstance(op, ReadMetadata)]
-    of_positions = [op for op in ops if any(mentions(e, PLACE) for e in op.expressions)]
-    loads = any(isinstance(op, (Gather, Load)) for op in ops)
+    reads = list(only(ops, pipe.ReadMetadata))
+    of_positions = [op for op in ops if any(mentions(e, pipe.PLACE) for e in op.expressions)]
+    loads = any(only(ops, tile.Gather, tile.Load))
     if (
         not (loops[0].listed and reads and of_positions)
         or loads
-        or not all(isinstance(op, Mask) and op.when == "partial" for op in of_positions)
+        or not all(isinstance(op, tile.Mask) and op.when == "partial" for op in of_positions)
     ):
         return ""
     wait, releases = (
         kernel.op(reads[0].tile),
-        [op for op in ops if isinstance(op, ConsumerRelease) and op.value == reads[0].tile],
+        [op for op in only(ops, pipe.ConsumerRelease) if op.value == reads[0].tile],
     )
     is_kept = bool(releases) and ops.index(releases[0]) > max(map(ops.index, of_positions))
     return (
         wait.pipeline
         if is_kept
-        and isinstance(wait, ConsumerWait)
+        and isinstance(wait, pipe.ConsumerWait)
         and all(len(loop.ranges) == 1 for loop in loops)
         and len(loops) == 2
         else ""
@@ -184,27 +174,27 @@ def _pipeline_with_indices(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[
 
 
 def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts:
-    second = next(op for op in reversed(ops) if isinstance(op, Wgmma) and op.acc)
-    awaited = next(op for op in ops if isinstance(op, WgmmaWait) and op.value == second.name)
-    of_second: dict[type[Op], Op] = {Wgmma: second, WgmmaWait: awaited}
+    second = next(op for op in only(reversed(ops), pipe.Wgmma) if op.acc)
+    awaited = next(op for op in only(ops, pipe.WgmmaWait) if op.value == second.name)
+    of_second: dict[type[Op], Op] = {pipe.Wgmma: second, pipe.WgmmaWait: awaited}
     of_second |= {
         type(op): op
         for op in ops
-        if (isinstance(op, ConsumerWait) and op.name == second.b)
-        or (isinstance(op, ConsumerRelease) and op.value == second.b)
+        if (isinstance(op, pipe.ConsumerWait) and op.name == second.b)
+        or (isinstance(op, pipe.ConsumerRelease) and op.value == second.b)
     }
-    first = next(op for op in ops if isinstance(op, Wgmma) and not op.acc)
-    s = next(op for op in ops if isinstance(op, WgmmaWait) and op.value == first.name)
-    yielded = next(op for op in ops if isinstance(op, Yield))
+    first = next(op for op in only(ops, pipe.Wgmma) if not op.acc)
+    s = next(op for op in only(ops, pipe.WgmmaWait) if op.value == first.name)
+    yielded = next(only(ops, tile.Yield))
     acc = next(field for field, ref in yielded.values if ref == awaited.name)
     graph = kernel.graph
     of_s, of_acc = nx.descendants(graph, s.name) | {s.name}, nx.descendants(graph, acc)
-    releases = {op.name for op in ops if isinstance(op, ConsumerRelease) and op.value == first.b}
-    reads = {op.name for op in ops if isinstance(op, ReadMetadata) and set(graph.successors(op.name)) <= of_s}
-    rest = [op for op in ops if not isinstance(op, (Arg, Yield)) and op not in of_second.values()]
+    releases = {op.name for op in only(ops, pipe.ConsumerRelease) if op.value == first.b}
+    reads = {op.name for op in only(ops, pipe.ReadMetadata) if set(graph.successors(op.name)) <= of_s}
+    rest = [op for op in ops if not isinstance(op, (tile.Arg, tile.Yield)) and op not in of_second.values()]
     loaded = [op for op in rest if op is first or op.name == first.b]
     return _Parts(
-        {op.name: op for op in ops if isinstance(op, Arg)},
+        {op.name: op for op in only(ops, tile.Arg)},
         loaded,
         early=[op for op in rest if op not in loaded and op.name not in of_s | of_acc | releases | reads],
         middle=[op for op in rest if op.name in of_s | releases | reads and op.name not in of_acc],
@@ -225,7 +215,7 @@ def _step(parts: _Parts) -> Iterable[Op]:
     """The body of the loop. `weights` are those of the previous tile; the accumulator is rescaled after their
     product."""
     wait, issue, product_wait, release = (
-        parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease)
+        parts.second[kind] for kind in (pipe.ConsumerWait, pipe.Wgmma, pipe.WgmmaWait, pipe.ConsumerRelease)
     )
     previous = {parts.weights: "weights", str(parts.issue.acc): parts.acc}  # the previous tile's weights, and its sum
     added = {parts.acc: product_wait.name}
@@ -245,7 +235,7 @@ def _first(parts: _Parts) -> Iterable[Op]:
 def _last(parts: _Parts) -> Iterable[Op]:
     """The epilogue: the second product of the last tile."""
     wait, issue, product_wait, release = (
-        parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease)
+        parts.second[kind] for kind in (pipe.ConsumerWait, pipe.Wgmma, pipe.WgmmaWait, pipe.ConsumerRelease)
     )
     previous = {parts.weights: "weights", str(parts.issue.acc): parts.acc}
     ops = [
@@ -260,9 +250,9 @@ def _last(parts: _Parts) -> Iterable[Op]:
     yield from _renamed([*ops, replace(parts.yielded, values=values)], "last")
 
 
-def _weights_arg(parts: _Parts, name: str) -> Arg:
+def _weights_arg(parts: _Parts, name: str) -> tile.Arg:
     cast = next(op for op in (*parts.middle, *parts.early) if op.name == parts.weights)
-    return Arg(name, "carry", cast.results()[""])
+    return tile.Arg(name, "carry", cast.results()[""])
 
 
 def _renamed(ops: Sequence[Op], body: str) -> Iterable[Op]:

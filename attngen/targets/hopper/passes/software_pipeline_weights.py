@@ -24,11 +24,10 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe
+from attngen.ir.core import Block, Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.pipe import ConsumerRelease, ProducerStore, WgmmaWait
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.transforms.base import Pass
 
@@ -43,7 +42,7 @@ class SoftwarePipelineWeights(Pass):
 
 
 def _overlap(kernel: Kernel) -> Kernel:
-    pairs = {op.pair for op in kernel.ops() if isinstance(op, PipelinedLoop)}
+    pairs = {op.pair for op in only(kernel.ops(), pipe.PipelinedLoop)}
     return replace(
         kernel,
         blocks=tuple(_with_late_wait(kernel, block) if block.name in pairs else block for block in kernel.blocks),
@@ -54,17 +53,17 @@ def _with_late_wait(kernel: Kernel, block: Block) -> Block:
     """Move the wait for the first product of weights, and the releases after it, to just before the next weights are
     stored."""
     ops = list(block.ops)
-    store = next(op for op in ops if isinstance(op, ProducerStore))
+    store = next(only(ops, pipe.ProducerStore))
     needing = nx.descendants(kernel.graph, store.value.split(".")[0])
     waits = [
         op
-        for op in ops[: ops.index(store)]
-        if isinstance(op, WgmmaWait) and store.name not in nx.descendants(kernel.graph, op.name)
+        for op in only(ops[: ops.index(store)], pipe.WgmmaWait)
+        if store.name not in nx.descendants(kernel.graph, op.name)
     ]
     assert len(waits) == 1 and waits[0].name not in needing
     first = ops.index(waits[0])
     moved: list[Op] = [waits[0]]
-    while isinstance(ops[first + len(moved)], ConsumerRelease):
+    while isinstance(ops[first + len(moved)], pipe.ConsumerRelease):
         moved.append(ops[first + len(moved)])
     rest = [op for op in ops if op not in moved]
     at = rest.index(store)

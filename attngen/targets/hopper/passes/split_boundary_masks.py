@@ -27,11 +27,11 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir import tile
 from attngen.ir.core import Op
 from attngen.ir.expr import Bool, symbol_names
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Mask
 from attngen.targets.hopper.configs.families import with_forward, with_fused_backward
 from attngen.targets.hopper.configs.forward_schedule import splits_mask
 from attngen.tiles.boundary import data_of, unswitch_condition
@@ -49,12 +49,12 @@ class SplitBoundaryMasks(Pass):
 
 def _split(module: Module, kernel: Kernel) -> Kernel:
     def change(_: str, op: Op) -> list[Op]:
-        return [*_parts(module, kernel, op)] if isinstance(op, Mask) else [op]
+        return [*_parts(module, kernel, op)] if isinstance(op, tile.Mask) else [op]
 
     return kernel.rewrite(change)
 
 
-def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
+def _parts(module: Module, kernel: Kernel, op: tile.Mask) -> list[tile.Mask]:
     """Split a mask into several in sequence: one for each conjunct that has an unswitch condition, then one for the
     others."""
     data = data_of(kernel, op)
@@ -72,10 +72,10 @@ def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
     return _in_pieces(op, [*bounds.items(), *([(sympy.And(*others), None)] if others else [])])
 
 
-def _in_pieces(op: Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[Mask]:
+def _in_pieces(op: tile.Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[tile.Mask]:
     """Make a mask for each piece of the condition, in sequence. pieces: pairs (condition, unswitch condition or None).
     The piece without one reads data, so it keeps the mask's `known`."""
-    made: list[Mask] = []
+    made: list[tile.Mask] = []
     for number, (where, condition) in enumerate(pieces, 1):
         name, value = op.name if number == len(pieces) else f"{op.name}_{number}", made[-1].name if made else op.value
         uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
@@ -97,7 +97,7 @@ def _split_backward(kernel: Kernel) -> Kernel:
     """Replace the backward's mask by several in sequence, if some parts of its condition are known to cut few tiles."""
 
     def change(_: str, op: Op) -> list[Op]:
-        if not isinstance(op, Mask):
+        if not isinstance(op, tile.Mask):
             return [op]
         data = data_of(kernel, op)
         parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
@@ -119,7 +119,7 @@ def _split_backward(kernel: Kernel) -> Kernel:
     return kernel.rewrite(change)
 
 
-def _differs_by_row(kernel: Kernel, op: Mask, part: Bool) -> bool:
+def _differs_by_row(kernel: Kernel, op: tile.Mask, part: Bool) -> bool:
     """True if a part of the mask compares keys with rows. Other parts cut few tiles: those where a tensor or a sequence
     ends."""
     by_row = {"q_idx", *(name for name, ref in op.uses if "BLOCK_Q" in kernel.type_of(ref).dims)}

@@ -30,12 +30,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Access, Block, Op, Type, WarpGroup
+from attngen.ir import tile
+from attngen.ir.core import Access, Block, Op, Type, WarpGroup, only
 from attngen.ir.dims import SIDES
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dot, Load, Loop, Store, Yield
 from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.targets.hopper.configs.sm90 import LATENT_REGISTERS, ROWS
@@ -56,7 +56,7 @@ class SplitDWarpGroups(Pass):
 def _split(kernel: Kernel) -> Kernel:
     registers, of_producer = LATENT_REGISTERS
     consumer = kernel.block("consumer")
-    body = kernel.block(next(op for op in consumer.ops if isinstance(op, Loop)).body)
+    body = kernel.block(next(only(consumer.ops, tile.Loop)).body)
     warp_groups, bodies = [], []
     for side in SIDES:
         name = side.removesuffix("_v")
@@ -72,7 +72,7 @@ def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]
     group stores the row sums."""
     suffix, first = f"_{side.removesuffix('_v')}", next(iter(SIDES))
     stored = [
-        [op for op in block.ops if side == first or not isinstance(op, Store) or WHOLE in map(str, op.dst.index)]
+        [op for op in block.ops if side == first or not isinstance(op, tile.Store) or WHOLE in map(str, op.dst.index)]
         for block in blocks
     ]
     halves = [[half for op in ops for half in _halves(op, side)] for ops in stored]
@@ -80,7 +80,7 @@ def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]
     for op in (half for ops in halves for half in ops):
         fields = (
             {field: f"{field}{suffix}" for field, _ in op.carry}
-            if isinstance(op, Loop)
+            if isinstance(op, tile.Loop)
             else {field: field for field in op.results()}
         )
         refs |= {f"{op.name}.{old}".rstrip("."): f"{op.name}{suffix}.{new}".rstrip(".") for old, new in fields.items()}
@@ -90,24 +90,24 @@ def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]
 def _named(op: Op, suffix: str) -> Op:
     """Append the suffix to the names of an op and of the values that it carries or yields."""
     op = replace(op, name=f"{op.name}{suffix}")
-    if isinstance(op, Loop):
+    if isinstance(op, tile.Loop):
         return replace(op, body=f"{op.body}{suffix}", carry=tuple((f"{field}{suffix}", ref) for field, ref in op.carry))
     return (
         replace(op, values=tuple((f"{field}{suffix}", ref) for field, ref in op.values))
-        if isinstance(op, Yield)
+        if isinstance(op, tile.Yield)
         else op
     )
 
 
 def _halves(op: Op, side: str) -> Iterator[Op]:
     """The op for the columns of one side. A load of all columns, and a product over them, become two, one per side."""
-    if isinstance(op, Load) and WHOLE in map(str, op.src.index):
+    if isinstance(op, tile.Load) and WHOLE in map(str, op.src.index):
         yield replace(op, src=_at(op.src, side), type=_narrow(op.type, side))
         yield replace(op, name=f"{op.name}_other", src=_at(op.src, OTHER[side]), type=_narrow(op.type, OTHER[side]))
-    elif isinstance(op, Dot) and op.over == "D_V":
+    elif isinstance(op, tile.Dot) and op.over == "D_V":
         yield replace(op, name=f"{op.name}_own", over=SIDES[side])
         yield replace(op, a=f"{op.a}_other", b=f"{op.b}_other", acc=f"{op.name}_own", over=SIDES[OTHER[side]])
-    elif isinstance(op, Store):
+    elif isinstance(op, tile.Store):
         yield replace(op, dst=_at(op.dst, side))
     elif hasattr(op, "type"):
         yield replace(op, type=_narrow(op.type, side))  # type: ignore[call-arg]
@@ -127,7 +127,7 @@ def _without_unread(ops: tuple[Op, ...], step: tuple[Op, ...]) -> tuple[Op, ...]
     """Drop the ops of a warp group whose results neither it nor its loop body reads."""
     while True:
         read = {ref.split(".")[0] for op in (*ops, *step) for ref in op.operands()}
-        kept = tuple(op for op in ops if op.name in read or isinstance(op, (Loop, Store)))
+        kept = tuple(op for op in ops if op.name in read or isinstance(op, (tile.Loop, tile.Store)))
         if kept == ops:
             return ops
         ops = kept

@@ -32,12 +32,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import OrderedAdd
-from attngen.ir.pipe import ConsumerWait, Pipeline
-from attngen.ir.pipe_control import PipelinedLoop, SemaphoreAcquire
 from attngen.targets.hopper.configs.barriers import consumes
 from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.targets.hopper.configs.sm90 import ROWS
@@ -65,16 +63,16 @@ def _pays(module: Module, kernel: Kernel) -> bool:
     return _sums(kernel, _add(kernel)).stages == DQ_REDUCERS and (few or module.blocks is not None)
 
 
-def _add(kernel: Kernel) -> OrderedAdd:
-    return next(op for op in kernel.ops() if isinstance(op, OrderedAdd))
+def _add(kernel: Kernel) -> tile.OrderedAdd:
+    return next(only(kernel.ops(), tile.OrderedAdd))
 
 
-def _sums(kernel: Kernel, add: OrderedAdd) -> Pipeline:
+def _sums(kernel: Kernel, add: tile.OrderedAdd) -> pipe.Pipeline:
     """The pipeline of the tiles that the dQ reduction warps add."""
     wait = kernel.wait_of(add.value)
     assert wait is not None
     pipeline = kernel.op(wait.pipeline)
-    assert isinstance(pipeline, Pipeline)
+    assert isinstance(pipeline, pipe.Pipeline)
     return pipeline
 
 
@@ -82,12 +80,12 @@ def _round_robin(kernel: Kernel) -> Kernel:
     add = _add(kernel)
     pipeline = _sums(kernel, add)
     assert add.semaphore is not None and add.order is not None
-    body, acquire = kernel.block_of(add).name, SemaphoreAcquire("_acquire_dq_semaphore", add.semaphore, add.order)
+    body, acquire = kernel.block_of(add).name, pipe.SemaphoreAcquire("_acquire_dq_semaphore", add.semaphore, add.order)
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        if isinstance(op, PipelinedLoop) and op.step == body:
+        if isinstance(op, pipe.PipelinedLoop) and op.step == body:
             yield replace(op, round_robin=pipeline.name)
-        elif isinstance(op, ConsumerWait) and op.name == add.value:
+        elif isinstance(op, pipe.ConsumerWait) and op.name == add.value:
             yield from (acquire, op)
         else:
             yield op

@@ -48,13 +48,11 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
-from attngen.ir.core import Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Op, Type, only
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Dropout, Map, Reduce, SoftmaxStep, Yield
-from attngen.ir.pipe import HALF_DIM, ConcatHalves, SoftmaxStats, SoftmaxWeights, SplitHalves, WgmmaWait
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.families import with_forward
 from attngen.transforms.base import Pass
 
@@ -75,15 +73,15 @@ class SplitSoftmax(Pass):
 class _Parts:
     """The ops of @step that the split concerns."""
 
-    softmax: SoftmaxStep
-    sum: Reduce  # the sum of its weights along each row
-    total: Map  # the updated row sums
+    softmax: tile.SoftmaxStep
+    sum: tile.Reduce  # the sum of its weights along each row
+    total: tile.Map  # the updated row sums
     term: str  # the symbol of `sum` in the expression of `total`
-    dropped: Dropout | None  # dropout of the weights, if only it and their sum read them
+    dropped: tile.Dropout | None  # dropout of the weights, if only it and their sum read them
 
 
 def _split(module: Module, kernel: Kernel) -> Kernel:
-    steps = [op.step for op in kernel.ops() if isinstance(op, PipelinedLoop)]
+    steps = [op.step for op in only(kernel.ops(), pipe.PipelinedLoop)]
     short = any(config.block_kv < LEAST_KEYS for config in module.configs(kernel.name, kernel.backend))
     parts = _parts(kernel, kernel.block(steps[0]).ops) if steps and not short else None
     if parts is None:
@@ -94,18 +92,18 @@ def _split(module: Module, kernel: Kernel) -> Kernel:
 
 def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts | None:
     """The parts, or None where the sum of the weights is used for anything but one addition."""
-    softmax = next((op for op in ops if isinstance(op, SoftmaxStep)), None)
-    wait = next((op for op in ops if isinstance(op, WgmmaWait) and op.keep_alive), None)
-    sums = [op for op in ops if isinstance(op, Reduce) and softmax and op.value == f"{softmax.name}.p"]
+    softmax = next(only(ops, tile.SoftmaxStep), None)
+    wait = next((op for op in only(ops, pipe.WgmmaWait) if op.keep_alive), None)
+    sums = [op for op in only(ops, tile.Reduce) if softmax and op.value == f"{softmax.name}.p"]
     if softmax is None or wait is None or [(op.op, op.over) for op in sums] != [("sum", KEYS)]:
         return None
     totals = [op for op in ops if sums[0].name in op.operands()]
-    if len(totals) != 1 or not isinstance(totals[0], Map):
+    if len(totals) != 1 or not isinstance(totals[0], tile.Map):
         return None
     term = next(name for name, ref in totals[0].uses if ref == sums[0].name)
     rest = sympy.expand(totals[0].expr - symbol(term))
     others = [op for op in ops if f"{softmax.name}.p" in op.operands() and op is not sums[0]]
-    dropped = others[0] if len(others) == 1 and isinstance(others[0], Dropout) else None
+    dropped = others[0] if len(others) == 1 and isinstance(others[0], tile.Dropout) else None
     return None if symbol(term) in rest.free_symbols else _Parts(softmax, sums[0], totals[0], term, dropped)
 
 
@@ -121,14 +119,14 @@ def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
     of_weights = {
         name for name in nx.descendants(kernel.graph, parts.softmax.name) if _needs_weights(kernel, parts, name)
     }
-    later = [op for op in ops if op.name in of_weights and not isinstance(op, Yield)]
+    later = [op for op in ops if op.name in of_weights and not isinstance(op, tile.Yield)]
     made: list[Op] = []
     for op in ops:
         if op is parts.softmax:
             made += _left(parts)
         elif op in later or op in (parts.sum, parts.total):
             continue
-        elif isinstance(op, Yield):
+        elif isinstance(op, tile.Yield):
             others = (o for o in later if o is not parts.dropped)
             made += [*_right(parts), *(o.with_operands(concatenated) for o in others), op.with_operands(concatenated)]
         else:
@@ -153,12 +151,12 @@ def _left(parts: _Parts) -> list[Op]:
         parts.total.with_operands({parts.sum.name: f"{parts.sum.name}_left"}), name=f"{parts.total.name}_left"
     )
     return [
-        SoftmaxStats(name, soft.s, soft.m, row, soft.scale, soft.guard, soft.shift),
-        SplitHalves(f"{name}_halves", soft.s, KEYS, half),
-        SoftmaxWeights(f"{name}_left", f"{name}_halves.left", f"{name}.base", half, soft.scale),
-        replace(parts.sum, name=f"{parts.sum.name}_left", value=f"{name}_left", over=HALF_DIM[KEYS]),
+        pipe.SoftmaxStats(name, soft.s, soft.m, row, soft.scale, soft.guard, soft.shift),
+        pipe.SplitHalves(f"{name}_halves", soft.s, KEYS, half),
+        pipe.SoftmaxWeights(f"{name}_left", f"{name}_halves.left", f"{name}.base", half, soft.scale),
+        replace(parts.sum, name=f"{parts.sum.name}_left", value=f"{name}_left", over=pipe.HALF_DIM[KEYS]),
         total,
-        *([SplitHalves(f"{drop.keep}_halves", drop.keep, KEYS, replace(half, dtype="b1"))] if drop else []),
+        *([pipe.SplitHalves(f"{drop.keep}_halves", drop.keep, KEYS, replace(half, dtype="b1"))] if drop else []),
         *_dropped_half(parts, "left"),
     ]
 
@@ -170,11 +168,11 @@ def _right(parts: _Parts) -> list[Op]:
     uses = (("before", f"{parts.total.name}_left"), (parts.term, f"{parts.sum.name}_right"))
     whole, concatenated = (drop.name, drop.name) if drop else (name, f"{name}_all")
     return [
-        SoftmaxWeights(f"{name}_right", f"{name}_halves.right", f"{name}.base", half, soft.scale),
-        replace(parts.sum, name=f"{parts.sum.name}_right", value=f"{name}_right", over=HALF_DIM[KEYS]),
+        pipe.SoftmaxWeights(f"{name}_right", f"{name}_halves.right", f"{name}.base", half, soft.scale),
+        replace(parts.sum, name=f"{parts.sum.name}_right", value=f"{name}_right", over=pipe.HALF_DIM[KEYS]),
         replace(parts.total, expr=added, uses=uses),
         *_dropped_half(parts, "right"),
-        ConcatHalves(concatenated, f"{whole}_left", f"{whole}_right", KEYS, soft.type),
+        pipe.ConcatHalves(concatenated, f"{whole}_left", f"{whole}_right", KEYS, soft.type),
     ]
 
 
@@ -183,8 +181,8 @@ def _dropped_half(parts: _Parts, side: str) -> list[Op]:
     if (drop := parts.dropped) is None:
         return []
     value, keep = f"{parts.softmax.name}_{side}", f"{drop.keep}_halves.{side}"
-    return [Dropout(f"{drop.name}_{side}", value, keep, _half(drop.type))]
+    return [tile.Dropout(f"{drop.name}_{side}", value, keep, _half(drop.type))]
 
 
 def _half(whole: Type) -> Type:
-    return replace(whole, dims=tuple(HALF_DIM.get(d, d) for d in whole.dims))
+    return replace(whole, dims=tuple(pipe.HALF_DIM.get(d, d) for d in whole.dims))

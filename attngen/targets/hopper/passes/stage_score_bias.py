@@ -27,22 +27,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Load, Store, Yield
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    LocalLoad,
-    Pipeline,
-    ProducerLoad,
-    ProducerTail,
-    TmaStore,
-    TmaStoreWait,
-)
 from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.transforms.base import Pass
 
@@ -59,17 +49,17 @@ class StageScoreBias(Pass):
 
 def _through_pipelines(kernel: Kernel, inputs: dict[str, str]) -> Kernel:
     """inputs: tensor of gradients per score -> the tensor whose gradients they are."""
-    loads = [op for op in kernel.of_pairs if isinstance(op, Load)]
+    loads = list(only(kernel.of_pairs, tile.Load))
     if not loads:
         return kernel
     pipelines = {op.src.tensor: _pipeline(op) for op in loads}
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        if op in loads and isinstance(op, Load):
-            yield ConsumerWait(f"{op.name}_tile", pipelines[op.src.tensor].name, pipelines[op.src.tensor].type)
-            yield LocalLoad(op.name, f"{op.name}_tile", op.type)
-        elif isinstance(op, Store) and op.dst.tensor in inputs:
-            yield TmaStore(f"_tma_store_{op.value}", op.dst, op.value, pipelines[inputs[op.dst.tensor]].name)
+        if op in loads and isinstance(op, tile.Load):
+            yield pipe.ConsumerWait(f"{op.name}_tile", pipelines[op.src.tensor].name, pipelines[op.src.tensor].type)
+            yield pipe.LocalLoad(op.name, f"{op.name}_tile", op.type)
+        elif isinstance(op, tile.Store) and op.dst.tensor in inputs:
+            yield pipe.TmaStore(f"_tma_store_{op.value}", op.dst, op.value, pipelines[inputs[op.dst.tensor]].name)
         else:
             yield op
 
@@ -77,41 +67,44 @@ def _through_pipelines(kernel: Kernel, inputs: dict[str, str]) -> Kernel:
     return replace(changed, blocks=tuple(_with_ends(kernel, block, loads, pipelines) for block in changed.blocks))
 
 
-def _pipeline(op: Load) -> Pipeline:
+def _pipeline(op: tile.Load) -> pipe.Pipeline:
     """The pipeline of a loaded tensor. Its tiles have the tensor's order of dimensions."""
-    tile = replace(op.type, dims=tuple(AXIS_DIM[axis] for axis in op.src.axes()), space="sram")
-    return Pipeline(f"{op.src.tensor}_pipeline", tile, symbol("num_stages"), "consumer", mbarrier_release=True)
+    buffer = replace(op.type, dims=tuple(AXIS_DIM[axis] for axis in op.src.axes()), space="sram")
+    return pipe.Pipeline(f"{op.src.tensor}_pipeline", buffer, symbol("num_stages"), "consumer", mbarrier_release=True)
 
 
-def _with_ends(kernel: Kernel, block: Block, loads: list[Load], pipelines: dict[str, Pipeline]) -> Block:
+def _with_ends(kernel: Kernel, block: Block, loads: list[tile.Load], pipelines: dict[str, pipe.Pipeline]) -> Block:
     """Add the ops that a block of its kind needs: the pipelines, their loads, their tails, or the releases at the end
     of an iteration."""
     if block.name == "entry":
         return replace(block, ops=(*block.ops, *pipelines.values()))
     if block.name == "producer":
         return replace(
-            block, ops=(*block.ops, *(ProducerTail(f"_tail_{op.name}", pipelines[op.src.tensor].name) for op in loads))
+            block,
+            ops=(*block.ops, *(pipe.ProducerTail(f"_tail_{op.name}", pipelines[op.src.tensor].name) for op in loads)),
         )
     if block.name == "copy":
-        loads_of_tiles = [ProducerLoad(f"_load_{op.name}", pipelines[op.src.tensor].name, op.src) for op in loads]
+        loads_of_tiles = [pipe.ProducerLoad(f"_load_{op.name}", pipelines[op.src.tensor].name, op.src) for op in loads]
         at = next(
-            at for at, op in enumerate(block.ops, 1) if isinstance(op, ProducerLoad) and op.pipeline == "Q_pipeline"
+            at
+            for at, op in enumerate(block.ops, 1)
+            if isinstance(op, pipe.ProducerLoad) and op.pipeline == "Q_pipeline"
         )
         return replace(block, ops=(*block.ops[:at], *loads_of_tiles, *block.ops[at:]))
-    waited = [op for op in loads if any(isinstance(o, LocalLoad) and o.name == op.name for o in block.ops)]
+    waited = [op for op in loads if any(o.name == op.name for o in only(block.ops, pipe.LocalLoad))]
     if not waited:
         return block
-    staged = {op.staging for op in block.ops if isinstance(op, TmaStore)}
+    staged = {op.staging for op in only(block.ops, pipe.TmaStore)}
     ends: list[Op] = []
     for op in waited:
         pipeline = pipelines[op.src.tensor].name
-        ends += [TmaStoreWait(f"_tma_store_wait_{pipeline}", pipeline)] if pipeline in staged else []
-        ends.append(ConsumerRelease(f"_release_{op.name}_tile", f"{op.name}_tile"))
+        ends += [pipe.TmaStoreWait(f"_tma_store_wait_{pipeline}", pipeline)] if pipeline in staged else []
+        ends.append(pipe.ConsumerRelease(f"_release_{op.name}_tile", f"{op.name}_tile"))
     return replace(
         block,
         ops=(
-            *(op for op in block.ops if not isinstance(op, Yield)),
+            *(op for op in block.ops if not isinstance(op, tile.Yield)),
             *ends,
-            *(op for op in block.ops if isinstance(op, Yield)),
+            *only(block.ops, tile.Yield),
         ),
     )

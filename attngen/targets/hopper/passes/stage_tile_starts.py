@@ -32,21 +32,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.core import Block, Op, Type
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, Type, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Mask
-from attngen.ir.pipe import (
-    ConsumerWait,
-    LoadTileStart,
-    Pipeline,
-    ProducerLoad,
-    ReadTileStart,
-    WriteTileStart,
-    needs_position,
-)
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 
@@ -64,44 +54,42 @@ def _looks_up(module: Module, kernel: Kernel) -> bool:
     """True if a lookup of this kernel's tiles in the tables of positions is one load, of a number for each tile."""
     axis = AXIS_DIM[kernel.loop_axis].lower()
     whole = all(getattr(config, axis) % module.unit == 0 for config in module.configs(kernel.name, kernel.backend))
-    loops = [op for op in kernel.ops() if isinstance(op, PipelinedLoop)]
+    loops = list(only(kernel.ops(), pipe.PipelinedLoop))
     by_twos = any(op.odd or op.pair for op in loops)
     return whole and not by_twos and not any(op.listed for op in kernel.loops + loops)
 
 
 def _staged(kernel: Kernel) -> Kernel:
     copy = kernel.block("copy")
-    loads = [op.pipeline for op in copy.ops if isinstance(op, ProducerLoad)]
-    pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and op.name in loads and not op.metadata_of]
+    loads = [op.pipeline for op in only(copy.ops, pipe.ProducerLoad)]
+    pipelines = [op for op in only(kernel.ops(), pipe.Pipeline) if op.name in loads and not op.metadata_of]
     tiles = min(pipelines, key=lambda pipeline: loads.index(pipeline.name))
     waits = {
         block.name: wait
         for block in kernel.blocks
-        for wait in block.ops
-        if isinstance(wait, ConsumerWait)
-        and wait.pipeline == tiles.name
-        and any(needs_position(op, kernel.loop_axis) for op in block.ops)
+        for wait in only(block.ops, pipe.ConsumerWait)
+        if wait.pipeline == tiles.name and any(pipe.needs_position(op, kernel.loop_axis) for op in block.ops)
     }
     orders = [(list(kernel.block(name).ops), wait) for name, wait in waits.items()]
-    early = [op for ops, wait in orders for op in ops[: ops.index(wait)] if needs_position(op, kernel.loop_axis)]
+    early = [op for ops, wait in orders for op in ops[: ops.index(wait)] if pipe.needs_position(op, kernel.loop_axis)]
     if not waits or early:
         return kernel
-    needing = [op for ops, _ in orders for op in ops if needs_position(op, kernel.loop_axis)]
-    when = "partial" if all(isinstance(op, Mask) and op.when == "partial" for op in needing) else "always"
-    start = Pipeline(
+    needing = [op for ops, _ in orders for op in ops if pipe.needs_position(op, kernel.loop_axis)]
+    when = "partial" if all(isinstance(op, tile.Mask) and op.when == "partial" for op in needing) else "always"
+    start = pipe.Pipeline(
         f"{kernel.loop_axis.upper()}_START_pipeline", Type("i32", (), "sram"), tiles.stages, metadata_of=tiles.name
     )
-    load = LoadTileStart(f"_{kernel.loop_axis}_tile_start", Type("i32", (), "reg"))
+    load = pipe.LoadTileStart(f"_{kernel.loop_axis}_tile_start", Type("i32", (), "reg"))
 
     def changed(block: Block) -> Iterator[Op]:
         if block is copy:
             yield load
         for op in block.ops:
-            if block is copy and isinstance(op, ProducerLoad) and op.pipeline == tiles.name:
-                yield WriteTileStart("_write_start", start.name, load.name, when)
+            if block is copy and isinstance(op, pipe.ProducerLoad) and op.pipeline == tiles.name:
+                yield pipe.WriteTileStart("_write_start", start.name, load.name, when)
             yield op
             if op is waits.get(block.name):
-                yield ReadTileStart(f"_read_start_of_{op.name}", start.name, op.name, when)
+                yield pipe.ReadTileStart(f"_read_start_of_{op.name}", start.name, op.name, when)
         if block.name == "entry":
             yield start
 

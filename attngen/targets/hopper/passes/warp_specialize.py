@@ -48,10 +48,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from attngen.errors import BuildError
-from attngen.ir.core import Block, WarpGroup
+from attngen.ir import tile
+from attngen.ir.core import Block, WarpGroup, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Arg, Loop, Yield
 from attngen.targets.common.base import Choose, Specialization
 from attngen.targets.hopper.configs.common import is_shared
 from attngen.targets.hopper.configs.forward_schedule import ctas_per_sm
@@ -126,9 +126,9 @@ def _merge_head_loop(kernel: Kernel) -> Kernel:
         return kernel
     group = kernel.block(loop.body).ops
     starts = dict(loop.carry)
-    results = {f"{loop.name}.{field}": ref for op in group if isinstance(op, Yield) for field, ref in op.values}
-    inside = [op.with_operands(starts) for op in group if not isinstance(op, (Arg, Yield))]
-    inside = [replace(op, heads=loop.ranges) if isinstance(op, Loop) else op for op in inside]
+    results = {f"{loop.name}.{field}": ref for op in only(group, tile.Yield) for field, ref in op.values}
+    inside = [op.with_operands(starts) for op in group if not isinstance(op, (tile.Arg, tile.Yield))]
+    inside = [replace(op, heads=loop.ranges) if isinstance(op, tile.Loop) else op for op in inside]
     blocks = tuple(block for block in kernel.blocks if block.name != loop.body)
     whole = replace(kernel, blocks=blocks)
     return whole.rewrite(lambda _, op: inside if op is loop else [op.with_operands(results)])

@@ -6,11 +6,9 @@ Every string in a view is ready to print. Expressions are printed as for Triton:
 
 from __future__ import annotations
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, Op, only
 from attngen.ir.dims import AXIS_DIM
-from attngen.ir.ops import Arg, Loop, Map, Mask, OrderedAdd, Yield
-from attngen.ir.pipe import ALL_KINDS, TILE_DIM, Pack, PinBeforeWait, Pipeline, ProducerLoad, TmaStore, WgmmaWait
-from attngen.ir.pipe_control import PipelinedLoop, WorkLoop
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.targets.hopper.printing.loop_views import gluon
 from attngen.targets.hopper.printing.views import WarpSpecializedView
@@ -25,7 +23,7 @@ class WarpSpecializedContext(WarpGroupContext):
         """Value -> Python variable. A carried field has one variable in all bodies of its loop."""
         names = super()._variables()
         for op in self.kernel.ops():
-            if not isinstance(op, PipelinedLoop):
+            if not isinstance(op, pipe.PipelinedLoop):
                 continue
             for field, start in op.carry:
                 names |= dict.fromkeys((start, f"{op.name}.{field}"), field)
@@ -34,7 +32,7 @@ class WarpSpecializedContext(WarpGroupContext):
                 self._name_body(names, self.kernel.block(body), f"_in_{body}")
         if self.of_latents:
             for op in self.kernel.ops():
-                if isinstance(op, WorkLoop):
+                if isinstance(op, pipe.WorkLoop):
                     self._name_body(names, self.kernel.block(op.body), f"_{op.body.partition('_')[2]}")
         return names
 
@@ -42,28 +40,33 @@ class WarpSpecializedContext(WarpGroupContext):
         for op in body.ops:
             for ref in (f"{op.name}.{f}".rstrip(".") for f in op.results()):
                 names[ref] = names[ref].replace(suffix, "")
-            if isinstance(op, Mask):
+            if isinstance(op, tile.Mask):
                 names[op.name] = names[op.value]
-            if isinstance(op, PinBeforeWait):
+            if isinstance(op, pipe.PinBeforeWait):
                 names[op.name] = names[op.value]
-            if isinstance(op, Yield):
-                args = {o.name.removesuffix(suffix): o.name for o in body.ops if isinstance(o, Arg)}
+            if isinstance(op, tile.Yield):
+                args = {o.name.removesuffix(suffix): o.name for o in only(body.ops, tile.Arg)}
                 plain = {field: args.get(field, field) for field, _ in op.values}
                 self._reuse(names, [(plain[field], ref) for field, ref in op.values], op, body.ops)
 
-    def _reuse(self, names: dict[str, str], values: list[tuple[str, str]], yielded: Yield, ops: tuple[Op, ...]) -> None:
+    def _reuse(
+        self, names: dict[str, str], values: list[tuple[str, str]], yielded: tile.Yield, ops: tuple[Op, ...]
+    ) -> None:
         """Let a yielded value take the carried variable if nothing reads the old value once the new one is made."""
         position = {op.name: i for i, op in enumerate(ops)}
         for field, ref in values:
             chain = [ref]
-            while isinstance(self.kernel.op(chain[-1]), (PinBeforeWait, WgmmaWait)) and names[chain[-1]] != field:
+            while (
+                isinstance(self.kernel.op(chain[-1]), (pipe.PinBeforeWait, pipe.WgmmaWait))
+                and names[chain[-1]] != field
+            ):
                 source = self.kernel.op(chain[-1]).value  # type: ignore[attr-defined]
-                if isinstance(self.kernel.op(chain[-1]), WgmmaWait):
+                if isinstance(self.kernel.op(chain[-1]), pipe.WgmmaWait):
                     break
                 chain.append(source)
             made = position.get(chain[-1].split(".")[0], -1)
             later = [op for op in ops[made + 1 :] if op is not yielded and field in op.operands()]
-            if made >= 0 and not later and isinstance(self.kernel.op(chain[-1]), (Map, Pack, WgmmaWait)):
+            if made >= 0 and not later and isinstance(self.kernel.op(chain[-1]), (tile.Map, pipe.Pack, pipe.WgmmaWait)):
                 names |= dict.fromkeys(chain, names.get(field, field))
 
     def warp_specialized(self) -> WarpSpecializedView:
@@ -96,15 +99,15 @@ class WarpSpecializedContext(WarpGroupContext):
         rows = {self.own: str(ROWS), self.loop: f'"{AXIS_DIM[self.loop]}"'}
         found = set()
         for op in self.kernel.ops():
-            if isinstance(op, ProducerLoad) and not self.pipelines[op.pipeline].metadata_of:
-                whole = {*TILE_DIM.values()} & {*self.pipelines[op.pipeline].type.dims}
+            if isinstance(op, pipe.ProducerLoad) and not self.pipelines[op.pipeline].metadata_of:
+                whole = {*pipe.TILE_DIM.values()} & {*self.pipelines[op.pipeline].type.dims}
                 height = f'"{AXIS_DIM[self.own]}"' if whole else rows[op.src.axes()[0]]
                 found.add((params.index(op.src.tensor), height, self._part_of(self.pipelines[op.pipeline])))
-            elif isinstance(op, TmaStore):
+            elif isinstance(op, pipe.TmaStore):
                 pieces_of = self._widths(self.kernel.type_of(op.value))
                 columns = str(pieces_of[0]) if pieces_of else self._part_of(self.pipelines[op.staging])
                 found.add((params.index(op.dst.tensor), rows[op.dst.axes()[0]], columns))
-            elif isinstance(op, OrderedAdd):
+            elif isinstance(op, tile.OrderedAdd):
                 height, columns = self._part(op)
                 found.add((params.index(op.dst.tensor), height if height.isdigit() else f'"{height}"', columns))
         return [(str(at), height, *([columns] if columns else [])) for at, height, columns in sorted(found)]
@@ -113,18 +116,18 @@ class WarpSpecializedContext(WarpGroupContext):
         """The views of a block's ops, as a loop of class `cls` (full, partial, all) runs them."""
         nodes = []
         for op in self.kernel.block(name).ops:
-            if isinstance(op, (Arg, Pipeline)) or self._idle(op, cls) or self._is_silent(op):
+            if isinstance(op, (tile.Arg, pipe.Pipeline)) or self._idle(op, cls) or self._is_silent(op):
                 continue
-            kind = ALL_KINDS[type(op)]
-            text = self._wgmma_wait(op, name) if isinstance(op, WgmmaWait) else getattr(self, f"_{kind}")(op, cls)
-            body = self.block(op.body, op.cls) if isinstance(op, Loop) else []
-            if isinstance(op, Loop):
+            kind = pipe.ALL_KINDS[type(op)]
+            text = self._wgmma_wait(op, name) if isinstance(op, pipe.WgmmaWait) else getattr(self, f"_{kind}")(op, cls)
+            body = self.block(op.body, op.cls) if isinstance(op, tile.Loop) else []
+            if isinstance(op, tile.Loop):
                 self._loop_header(op, text, body)
                 self._name_counter(op, text, body)
-            body = self._bodies(op, text) if isinstance(op, PipelinedLoop) else body
+            body = self._bodies(op, text) if isinstance(op, pipe.PipelinedLoop) else body
             body = (
                 [Node("body", {}, self.block(op.of, cls)), *self.block(op.body, cls)]
-                if isinstance(op, WorkLoop)
+                if isinstance(op, pipe.WorkLoop)
                 else body
             )
             nodes.append(Node(kind, gluon(text), body))

@@ -8,19 +8,10 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from attngen.ir.core import Block, Op
+from attngen.ir import pipe
+from attngen.ir.core import Block, Op, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
 from attngen.ir.grid import SPLIT_SYMBOLS
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-    ReadMetadata,
-    ZeroOutOfBounds,
-)
-from attngen.ir.pipe_control import PipelinedLoop, Ranges
 from attngen.targets.hopper.configs.barriers import zeroing_warp_groups
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
 from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS, THREADS
@@ -38,7 +29,7 @@ BY_TWOS = {
 class ExchangeContext(LoopContext):
     """Builds the views of these ops."""
 
-    pipelines: dict[str, Pipeline]
+    pipelines: dict[str, pipe.Pipeline]
     mine: Block  # the warp group that is being printed
 
     def _free(self, pipeline: str) -> str:
@@ -50,7 +41,7 @@ class ExchangeContext(LoopContext):
 
     # ------------------------------------------------------------------ exchanged tiles
 
-    def _exchange_barrier(self, op: ProducerStore | ConsumerWait) -> str:
+    def _exchange_barrier(self, op: pipe.ProducerStore | pipe.ConsumerWait) -> str:
         """The named barrier at which the warp group that stores an exchanged tile arrives and its reader waits.
 
         Each of the two warp groups has one for the tiles that it writes.
@@ -58,16 +49,14 @@ class ExchangeContext(LoopContext):
         warp_groups = [
             warp_group.name
             for warp_group in self.kernel.warp_groups
-            if any(
-                o.pipeline == op.pipeline for o in self.kernel.within(warp_group.name) if isinstance(o, ProducerStore)
-            )
+            if any(o.pipeline == op.pipeline for o in only(self.kernel.within(warp_group.name), pipe.ProducerStore))
         ]
         mine = next(
             at for at, warp_group in enumerate(warp_groups) if any(o is op for o in self.kernel.within(warp_group))
         )
-        return str(int(self._free(op.pipeline)) + (mine if isinstance(op, ProducerStore) else 1 - mine))
+        return str(int(self._free(op.pipeline)) + (mine if isinstance(op, pipe.ProducerStore) else 1 - mine))
 
-    def _store_exchanged(self, op: ProducerStore) -> dict[str, Any]:
+    def _store_exchanged(self, op: pipe.ProducerStore) -> dict[str, Any]:
         stored = [f"{self._short(op.pipeline)}_smem.index(0).store(_unpack({self.var(op.value)}, dtype))"]
         stored += [f"{self._short(pipeline)}_smem.index(0).store({self.var(ref)})" for pipeline, ref in op.metadata]
         return {
@@ -78,11 +67,11 @@ class ExchangeContext(LoopContext):
             "stored": stored,
         }
 
-    def _wait_exchanged(self, op: ConsumerWait) -> dict[str, Any]:
+    def _wait_exchanged(self, op: pipe.ConsumerWait) -> dict[str, Any]:
         text = {"pipeline": self._short(op.pipeline), "exchange": True, "shared": True, "var": self.var(op.name)}
         return {**text, "barrier": self._exchange_barrier(op), "threads": 2 * THREADS}
 
-    def _store_rows(self, op: ProducerStore) -> dict[str, Any]:
+    def _store_rows(self, op: pipe.ProducerStore) -> dict[str, Any]:
         """A vector with one value per row, which another warp group reads."""
         short = self._short(op.pipeline)
         stored = [f"{short}_smem.index(0).store({self.var(op.value)})"]
@@ -100,15 +89,15 @@ class ExchangeContext(LoopContext):
     def _is_of_rows(self, pipeline: str) -> bool:
         return len(self.pipelines[pipeline].type.dims) == 1 and not self.pipelines[pipeline].metadata_of
 
-    def _read_of_rows(self, op: ReadMetadata) -> bool:
+    def _read_of_rows(self, op: pipe.ReadMetadata) -> bool:
         return self.pipelines[op.pipeline].type.dims == (AXIS_DIM[self.kernel.program_axis],)
 
     # ------------------------------------------------------------------ rows past the end
 
     def _idle(self, op: Op, cls: str) -> bool:
-        return cls == "full" if isinstance(op, ZeroOutOfBounds) else super()._idle(op, cls)
+        return cls == "full" if isinstance(op, pipe.ZeroOutOfBounds) else super()._idle(op, cls)
 
-    def _zero_out_of_bounds(self, op: ZeroOutOfBounds, cls: str) -> dict[str, Any]:
+    def _zero_out_of_bounds(self, op: pipe.ZeroOutOfBounds, cls: str) -> dict[str, Any]:
         """Consecutive tiles whose rows past the end are zeroed, after which the threads of the warp group meet."""
         warp_group = next(
             warp_group.name
@@ -124,18 +113,18 @@ class ExchangeContext(LoopContext):
             "threads": THREADS,
         }
 
-    def _zeroed_with(self, op: ZeroOutOfBounds) -> list[ZeroOutOfBounds]:
+    def _zeroed_with(self, op: pipe.ZeroOutOfBounds) -> list[pipe.ZeroOutOfBounds]:
         """The run of consecutive zero_out_of_bounds ops that contains this one."""
         ops = self.kernel.block_of(op).ops
         runs = [
-            [o for o in run if isinstance(o, ZeroOutOfBounds)]
-            for _, run in groupby(ops, lambda o: isinstance(o, ZeroOutOfBounds))
+            list(only(run, pipe.ZeroOutOfBounds))
+            for _, run in groupby(ops, lambda o: isinstance(o, pipe.ZeroOutOfBounds))
         ]
         return next(run for run in runs if op in run)
 
     # ------------------------------------------------------------------ loops over pairs of tiles
 
-    def _counts_by_twos(self, op: PipelinedLoop) -> dict[str, Any]:
+    def _counts_by_twos(self, op: pipe.PipelinedLoop) -> dict[str, Any]:
         sizes = {cls: self._number(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
         lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
         return {
@@ -145,7 +134,7 @@ class ExchangeContext(LoopContext):
             "start": [],
         }
 
-    def _loop_by_twos(self, op: PipelinedLoop) -> list[Node]:
+    def _loop_by_twos(self, op: pipe.PipelinedLoop) -> list[Node]:
         """A loop over pairs of tiles: each iteration runs the even tile, then the odd one if there is one; or it runs
         both together, and the last even tile by itself."""
         even, other = (
@@ -163,18 +152,16 @@ class ExchangeContext(LoopContext):
 
     def _leaders_by_twos(self) -> dict[str, str]:
         """Pipeline -> the pipeline whose counter it shares: of those read in the same bodies, the one released last."""
-        loops = [op for op in self.kernel.within(self.mine.name) if isinstance(op, PipelinedLoop)]
+        loops = list(only(self.kernel.within(self.mine.name), pipe.PipelinedLoop))
         homes: dict[str, list[str]] = {}
         last: dict[str, int] = {}
         for body in dict.fromkeys(body for loop in loops for body in loop.bodies):
             ops = self.kernel.block(body).ops
             pipelines = {
-                op.name: op.pipeline
-                for op in ops
-                if isinstance(op, ConsumerWait) and not self.pipelines[op.pipeline].exchange
+                op.name: op.pipeline for op in only(ops, pipe.ConsumerWait) if not self.pipelines[op.pipeline].exchange
             }
             for at, op in enumerate(ops):
-                if isinstance(op, ConsumerRelease) and op.value in pipelines:
+                if isinstance(op, pipe.ConsumerRelease) and op.value in pipelines:
                     homes.setdefault(pipelines[op.value], []).append(body)
                     last[pipelines[op.value]] = at
         found = {
@@ -182,12 +169,12 @@ class ExchangeContext(LoopContext):
         }
         return {pipeline: leader for pipeline, leader in found.items() if pipeline != leader}
 
-    def _step_with_comment(self, op: PipelinedLoop, body: str, at: str) -> list[Node]:
+    def _step_with_comment(self, op: pipe.PipelinedLoop, body: str, at: str) -> list[Node]:
         """The views of one tile's step, after a comment with its purpose."""
         about = self.kernel.block(body).about
         return [*([Node("lines", {"lines": [f"# {about}"]})] if about else []), *self._step(op, body, at)]
 
-    def _step(self, op: PipelinedLoop, body: str, at: str) -> list[Node]:
+    def _step(self, op: pipe.PipelinedLoop, body: str, at: str) -> list[Node]:
         """The views of one tile's step. Ops that only partial tiles need stand under a condition; so does the tile's
         position, unless other ops read it."""
         both = bool(op.partial and op.full)
@@ -202,7 +189,7 @@ class ExchangeContext(LoopContext):
         text = {"condition": f"{at} < partial_tiles", "lines": [], **({} if always else place)}
         return [*start, *nodes[:first], Node("unswitch", text, own), *nodes[first + len(own) :]]
 
-    def _place_by_twos(self, op: PipelinedLoop, at: str, partial: bool, words: set[str]) -> list[str]:
+    def _place_by_twos(self, op: pipe.PipelinedLoop, at: str, partial: bool, words: set[str]) -> list[str]:
         """Lines that compute where an iteration's tile is; `partial` says that it is known to be a partial one."""
         tile, behind = f"{op.var}_tile", f"{at} - partial_tiles" if op.partial else at
         places = {
@@ -217,7 +204,7 @@ class ExchangeContext(LoopContext):
             lines = [*before, *after, f"{tile} = gl.where({at} < partial_tiles, {partial_tile}, {full_tile})"]
         return [*lines, *self._tile_position(op.var, tile, words)]
 
-    def _tile_at(self, ranges: Ranges, at: str, name: str) -> tuple[str, list[str]]:
+    def _tile_at(self, ranges: pipe.Ranges, at: str, name: str) -> tuple[str, list[str]]:
         """The tile at a position in concatenated ranges, and the lines before it, which set `name` if there are
         several ranges."""
         if not ranges:
@@ -247,7 +234,7 @@ class ExchangeContext(LoopContext):
 
     # ------------------------------------------------------------------ coordinates and threads
 
-    def _cache_place(self, op: ProducerLoad) -> str:
+    def _cache_place(self, op: pipe.ProducerLoad) -> str:
         """The coordinates of a tile's first element in a page or in a sequence; at half of the columns, if it has the
         second half."""
         *heads, rows, columns = op.src.index
@@ -265,7 +252,7 @@ class ExchangeContext(LoopContext):
         consumers."""
         if not self.of_latents:
             return "THREADS"
-        using = (ProducerLoad, ConsumerWait)
+        using = (pipe.ProducerLoad, pipe.ConsumerWait)
         warp_groups = [
             b.warp_group
             for b in self.kernel.warp_groups
@@ -276,10 +263,10 @@ class ExchangeContext(LoopContext):
     def _is_silent(self, op: Op) -> bool:
         """True if nothing is printed for an op. A release of an exchanged tile needs no barrier, and the first of a run
         of zero_out_of_bounds ops prints them all."""
-        if isinstance(op, ZeroOutOfBounds):
+        if isinstance(op, pipe.ZeroOutOfBounds):
             return op is not self._zeroed_with(op)[0]
-        wait = self.kernel.op(op.value) if isinstance(op, ConsumerRelease) else None
-        return isinstance(wait, ConsumerWait) and self.pipelines[wait.pipeline].exchange
+        wait = self.kernel.op(op.value) if isinstance(op, pipe.ConsumerRelease) else None
+        return isinstance(wait, pipe.ConsumerWait) and self.pipelines[wait.pipeline].exchange
 
 
 def side_of(dims: tuple[str, ...]) -> str:
@@ -287,7 +274,7 @@ def side_of(dims: tuple[str, ...]) -> str:
     return next((side for side, dim in SIDES.items() if dim in dims), "")
 
 
-def rematerializes_address(pipeline: Pipeline) -> bool:
+def rematerializes_address(pipeline: pipe.Pipeline) -> bool:
     """True if each wait recomputes the tile's address. The tile is half of the latent's columns, or the rotated columns
     that go with them."""
     return bool({*pipeline.type.dims} & {*SIDES.values(), "D_ROPE"})

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from attngen.ir import pipe, tile
+from attngen.ir.core import only
 from attngen.ir.module import Module
-from attngen.ir.ops import CountTiles, OrderedAdd, Reduce
-from attngen.ir.pipe import (
-    HALF_DIM,
-    PARTIALS,
-    PartialReduce,
-    PinBeforeWait,
-    ReadMetadata,
-    ScaledIota,
-    SplitHalves,
-    WriteTileIndex,
-    WriteTileStart,
-    ZeroOutOfBounds,
-)
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.barriers import acquire_of
 from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.fused_backward import is_signed
@@ -40,10 +28,10 @@ def context(module: Module) -> dict[str, Any]:
     views = [WarpSpecializedContext(module, kernel.name).warp_specialized() for kernel in module.warp_specialized]
     stand_in = {kernel.stands_for for kernel in module.warp_specialized}
     summing = [kernel for kernel in module.warp_specialized if kernel.stands_for in (FORWARD, DECODE, JVP)]
-    partial = [any(isinstance(op, PartialReduce) for op in kernel.ops()) for kernel in summing]
+    partial = [any(only(kernel.ops(), pipe.PartialReduce)) for kernel in summing]
     ops = [op for kernel in module.warp_specialized for op in kernel.ops()]
-    adds = [(kernel, op) for kernel in module.warp_specialized for op in kernel.ops() if isinstance(op, OrderedAdd)]
-    kinds, pinned = {type(op) for op in ops}, [{*op.type.dims} for op in ops if isinstance(op, PinBeforeWait)]
+    adds = [(kernel, op) for kernel in module.warp_specialized for op in only(kernel.ops(), tile.OrderedAdd)]
+    kinds, pinned = {type(op) for op in ops}, [{*op.type.dims} for op in only(ops, pipe.PinBeforeWait)]
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
@@ -65,32 +53,32 @@ def context(module: Module) -> dict[str, Any]:
         ],
         "partial_sums": any(partial),
         "row_sums": not all(partial),
-        "writes_indices": bool(kinds & {WriteTileIndex, WriteTileStart}),
-        "scaled_iotas": ScaledIota in kinds,
-        "loads_row_vectors": ReadMetadata in kinds and not latents,
-        "splits_softmax": SplitHalves in kinds,
+        "writes_indices": bool(kinds & {pipe.WriteTileIndex, pipe.WriteTileStart}),
+        "scaled_iotas": pipe.ScaledIota in kinds,
+        "loads_row_vectors": pipe.ReadMetadata in kinds and not latents,
+        "splits_softmax": pipe.SplitHalves in kinds,
         "adds": bool(adds),
         "launches_dependents": any(kernel.launches_dependents for kernel in module.warp_specialized),
         "polls_ahead": any(not acquire_of(kernel, op) for kernel, op in adds),
         "dq_reducers": max(
             (warp_group.instances for kernel, op in adds if (warp_group := kernel.warp_group_of(op))), default=0
         ),
-        "recomputes": any(isinstance(op, PipelinedLoop) and op.recompute for op in ops),
-        "counts_tiles": CountTiles in kinds,
-        "heads_by_tile": any(isinstance(op, PipelinedLoop) and op.by_tile for op in ops),
+        "recomputes": any(op.recompute for op in only(ops, pipe.PipelinedLoop)),
+        "counts_tiles": tile.CountTiles in kinds,
+        "heads_by_tile": any(op.by_tile for op in only(ops, pipe.PipelinedLoop)),
         "swizzles_sums": any("_store_acc" in view.words for view in views),
         "rematerializes": any("_opaque_zero" in view.words for view in views),
         "exchanges": latents,
-        "zeroes": ZeroOutOfBounds in kinds,
+        "zeroes": pipe.ZeroOutOfBounds in kinds,
         "split_kv": gluon(split_functions(module)) if latents else {},
         "pins_tiles": SCORE_DIMS in pinned,
         "pins": bool([dims for dims in pinned if dims != SCORE_DIMS]),
-        "row_vectors": any(isinstance(op, Reduce) and op.over in (PARTIALS, *HALF_DIM.values()) for op in ops),
+        "row_vectors": any(op.over in (pipe.PARTIALS, *pipe.HALF_DIM.values()) for op in only(ops, tile.Reduce)),
         "signs": any(is_signed(module, kernel) for kernel in module.warp_specialized),
         "floors": any(view.words & {"_floor_div", "_floor_mod"} for view in views),
         "casts": any(view.words & {"_to_floor", "_to_int", "_to_round"} for view in views),
         "splits_halves": any("_split_halves" in view.words for view in views),
-        "in_parts": any(len(tile) > 2 for view in views for tile in view.described),
+        "in_parts": any(len(part) > 2 for view in views for part in view.described),
         "kernels": [{**vars(view), **partitions(view)} for view in views],
     }
 

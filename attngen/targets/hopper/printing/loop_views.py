@@ -6,13 +6,12 @@ import re
 from functools import cached_property
 from typing import Any
 
+from attngen.ir import pipe, tile
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, MEMBER
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.names import START_RANKS
-from attngen.ir.ops import ListPosition, Load, Loop, Map, Mask
-from attngen.ir.pipe import Pipeline
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.hopper.configs.barriers import ping_pong_barriers
 from attngen.targets.hopper.configs.forward_schedule import FULL_REGISTERS
 from attngen.targets.hopper.printing.softmax_views import SoftmaxContext
@@ -52,13 +51,13 @@ class LoopContext(SoftmaxContext):
         That is so if only masks of partial tiles need them and the loop recomputes its integers in each iteration.
         """
         mine = frozenset({f"{self.kernel.program_axis}_idx"})
-        steps = [op.step for op in self.kernel.ops() if isinstance(op, PipelinedLoop) and op.recompute]
+        steps = [op.step for op in only(self.kernel.ops(), pipe.PipelinedLoop) if op.recompute]
         needing = [
             op for step in steps for op in self.kernel.block(step).ops if any(mentions(e, mine) for e in op.expressions)
         ]
         consumers = [block for block in self.kernel.warp_groups if block.warp_group and block.warp_group.rows]
-        read = any(isinstance(op, Load) for block in consumers for op in block.ops)  # one value per row
-        return bool(needing) and not read and all(isinstance(op, Mask) and op.when == "partial" for op in needing)
+        read = any(isinstance(op, tile.Load) for block in consumers for op in block.ops)  # one value per row
+        return bool(needing) and not read and all(isinstance(op, tile.Mask) and op.when == "partial" for op in needing)
 
     def _names_of_loop(self, body: list[Node]) -> set[str]:
         words = names_in(body)
@@ -82,7 +81,7 @@ class LoopContext(SoftmaxContext):
             if not lines:
                 body.remove(node)
 
-    def _name_counter(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
+    def _name_counter(self, op: tile.Loop, text: dict[str, Any], body: list[Node]) -> None:
         """Name a loop's variable `_` if nothing reads it, omit a start of 0, and drop the lines that compute or read a
         tile's position if the body does not need it."""
         self._define_position(body)
@@ -98,7 +97,7 @@ class LoopContext(SoftmaxContext):
 
     # ------------------------------------------------------------------ pipelines
 
-    def _pipelined_loop(self, op: PipelinedLoop, cls: str) -> dict[str, Any]:
+    def _pipelined_loop(self, op: pipe.PipelinedLoop, cls: str) -> dict[str, Any]:
         """Lines that count the tiles of each class and find the first one."""
         if op.reversed:
             return self._reversed_counts(op)
@@ -119,13 +118,13 @@ class LoopContext(SoftmaxContext):
             first.append("first_tile = gl.where(partial_tiles > 0, first_tile, first_full)")
         return {"counts": lines, "any": " + ".join(f"{cls}_tiles" for cls in sizes) + " > 0", "first": first}
 
-    def _counts_by_twos(self, op: PipelinedLoop) -> dict[str, Any]:
+    def _counts_by_twos(self, op: pipe.PipelinedLoop) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _loop_by_twos(self, op: PipelinedLoop) -> list[Node]:
+    def _loop_by_twos(self, op: pipe.PipelinedLoop) -> list[Node]:
         raise NotImplementedError
 
-    def _reversed_counts(self, op: PipelinedLoop) -> dict[str, Any]:
+    def _reversed_counts(self, op: pipe.PipelinedLoop) -> dict[str, Any]:
         """The numbers of tiles of a loop whose partial tiles run in reversed order.
 
         They also count the tiles that no row of the instance sees (hidden), and those up to its first full one
@@ -154,10 +153,10 @@ class LoopContext(SoftmaxContext):
         """An expression with the rows of an instance in place of those of the program."""
         return re.sub(rf"\b{AXIS_DIM[self.kernel.program_axis]}\b", "ROWS", self.scalar(e))
 
-    def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
+    def _mask(self, op: tile.Mask, cls: str) -> dict[str, Any]:
         return {**super()._mask(op, cls), "unswitch": "" if op.unswitch is None else self._of_instance(op.unswitch)}
 
-    def _reversed_tile(self, op: PipelinedLoop, at: str, partial: str) -> str:
+    def _reversed_tile(self, op: pipe.PipelinedLoop, at: str, partial: str) -> str:
         """The tile at position `at`, where the first `partial` tiles are partial. If `partial` is empty, so is this
         tile."""
         lo, hi = self._term(op.full[0][0]), self._term(op.partial[0][1])
@@ -181,7 +180,7 @@ class LoopContext(SoftmaxContext):
             for (_, end), (lo, _) in pairs
         ]
 
-    def _bodies(self, op: PipelinedLoop, text: dict[str, Any]) -> list[Node]:
+    def _bodies(self, op: pipe.PipelinedLoop, text: dict[str, Any]) -> list[Node]:
         """The bodies of a pipelined loop: skipped tiles, the first tile, loops over the others, the last product."""
         if op.odd or op.pair:
             text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
@@ -218,7 +217,7 @@ class LoopContext(SoftmaxContext):
         loops = [self._of_heads(op, loops)] if op.heads and not op.by_tile else loops
         return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
 
-    def _loops_by_class(self, op: PipelinedLoop) -> list[Node]:
+    def _loops_by_class(self, op: pipe.PipelinedLoop) -> list[Node]:
         """One loop over the partial tiles and one over the full ones, both without a first tile that is peeled off."""
         loops = []
         for loop in op.by_class:
@@ -238,25 +237,25 @@ class LoopContext(SoftmaxContext):
             loops.append(Node("loop", gluon(header), self._round_robin(op, body)))
         return loops
 
-    def _round_robin(self, op: PipelinedLoop, body: list[Node]) -> list[Node]:
+    def _round_robin(self, op: pipe.PipelinedLoop, body: list[Node]) -> list[Node]:
         """The views of an iteration. In a round-robin loop, only the instance that owns the next stage runs it, and
         all instances advance the stage."""
         if not op.round_robin:
             return body
         pipeline = self.kernel.op(op.round_robin)
-        assert isinstance(pipeline, Pipeline)
+        assert isinstance(pipeline, pipe.Pipeline)
         return [
             Node("round_robin", {"pipeline": self._short(op.round_robin), "stages": self.scalar(pipeline.stages)}, body)
         ]
 
-    def _of_heads(self, op: PipelinedLoop, loops: list[Node]) -> Node:
+    def _of_heads(self, op: pipe.PipelinedLoop, loops: list[Node]) -> Node:
         """A loop over the query heads of a group that the program has, around those over tiles."""
         ((first, end),) = op.heads
         var = MEMBER if MEMBER in names_in(loops) else "_"
         span = f"{self.scalar(first)}, {self.scalar(end)}"
         return Node("loop", {"before": [], "steps": [], "var": var, "range": span, "comment": OF_HEADS}, loops)
 
-    def _reversed_loop(self, op: PipelinedLoop) -> Node:
+    def _reversed_loop(self, op: pipe.PipelinedLoop) -> Node:
         """One loop over the tiles of both classes, with the partial ones in reversed order."""
         begin = ("hidden_tiles + 1" if op.first else "hidden_tiles") if op.skip else "0"
         body, own, _ = parts = self._differing(op)
@@ -264,7 +263,7 @@ class LoopContext(SoftmaxContext):
         places = [f"{op.var}_tile = {self._reversed_tile(op, 'at', 'partial_tiles' if always else '')}"]
         return self._loop_of_both(op, parts, places, "at < masked_tiles", begin, always)
 
-    def _loop_in_order(self, op: PipelinedLoop) -> Node:
+    def _loop_in_order(self, op: pipe.PipelinedLoop) -> Node:
         """One loop over the tiles of both classes, in order. If a tile's class is not known, all tiles are masked."""
         whole, tile = whole_range((*op.partial, *op.full)), f"{op.var}_tile"
         assert whole is not None
@@ -302,7 +301,7 @@ class LoopContext(SoftmaxContext):
         made = Node("loop", {**loop.text, **text, "recompute": op.recompute}, self._round_robin(op, loop.body))
         return self._by_tile(op, made, first, end) if op.by_tile else made
 
-    def _by_tile(self, op: PipelinedLoop, loop: Node, first: str, end: str) -> Node:
+    def _by_tile(self, op: pipe.PipelinedLoop, loop: Node, first: str, end: str) -> Node:
         """One loop over (tile, head) pairs in place of a loop over heads inside one over tiles, which is slower."""
         ((low, high),) = op.heads
         at, begin, past = loop.text["var"], self.scalar(low), self.scalar(high)
@@ -318,7 +317,7 @@ class LoopContext(SoftmaxContext):
 
     def _loop_of_both(
         self,
-        op: PipelinedLoop,
+        op: pipe.PipelinedLoop,
         parts: tuple[list[Node], list[Node], int],
         tile: list[str],
         condition: str,
@@ -347,11 +346,11 @@ class LoopContext(SoftmaxContext):
         return Node("loop", gluon(header), [*body[:at], *unswitch, *body[at + len(own) :]])
 
     @staticmethod
-    def _where(op: PipelinedLoop) -> set[str]:
+    def _where(op: pipe.PipelinedLoop) -> set[str]:
         """The variables of a tile's position."""
         return {f"{op.var}_start", f"{op.var}_idx", f"_{op.var}_row"}
 
-    def _differing(self, op: PipelinedLoop) -> tuple[list[Node], list[Node], int]:
+    def _differing(self, op: pipe.PipelinedLoop) -> tuple[list[Node], list[Node], int]:
         """`_differing_in` of the block @step of a loop."""
         return self._differing_in(op.step)
 
@@ -382,11 +381,11 @@ class LoopContext(SoftmaxContext):
         """The expression of the map that a bound names, or whose result's position it names; other bounds stay as they
         are."""
         made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
-        if isinstance(made, ListPosition) and self.kernel.places:
+        if isinstance(made, tile.ListPosition) and self.kernel.places:
             return self._made(made.tile)
-        return made.expr if isinstance(made, Map) else bound
+        return made.expr if isinstance(made, tile.Map) else bound
 
-    def _one_loop(self, op: PipelinedLoop) -> Node | None:
+    def _one_loop(self, op: pipe.PipelinedLoop) -> Node | None:
         """One loop over the tiles of both classes if they differ only in masks, so the code of a tile is there once.
 
         None if threads load a number for each score, or if tiles of several ranges read their position. Also None in
@@ -416,10 +415,10 @@ class LoopContext(SoftmaxContext):
             loop.text["before"] += gluon([self._ahead(op, "1" if lo == "0" else f"{lo} + 1", "partial_tiles > 1")])
         return loop
 
-    def _read_tile(self, op: PipelinedLoop) -> str:
+    def _read_tile(self, op: pipe.PipelinedLoop) -> str:
         """The line that reads the number of a listed tile from the metadata of its stage."""
         pipeline = self.kernel.op(str(op.tile_indices))
-        assert isinstance(pipeline, Pipeline)
+        assert isinstance(pipeline, pipe.Pipeline)
         stage = "0" if pipeline.stages == 1 else f"{self._short(str(pipeline.metadata_of))}_stage"
         return f"{op.var}_tile = _read_index({self._short(pipeline.name)}_smem.index({stage}))"
 
@@ -428,12 +427,12 @@ class LoopContext(SoftmaxContext):
         """`K` for %K_pipeline, as in `K_smem`."""
         return pipeline.removesuffix("_pipeline")
 
-    def _ahead(self, op: PipelinedLoop, at: str, listed: str) -> str:
+    def _ahead(self, op: pipe.PipelinedLoop, at: str, listed: str) -> str:
         """The line that reads the number of the listed tile at a position, one iteration ahead."""
         assert op.listed
         return f"{op.var}_ahead = _tile_at({self.var(op.listed)}, {at}, {listed}, BLOCK // {AXIS_DIM[op.var]})"
 
-    def _tile(self, op: PipelinedLoop, at: str) -> str:
+    def _tile(self, op: pipe.PipelinedLoop, at: str) -> str:
         if not op.listed:
             return at
         return f"_tile_at({self.var(op.listed)}, {at}, True, BLOCK // {AXIS_DIM[op.var]})"

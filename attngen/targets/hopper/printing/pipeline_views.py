@@ -5,28 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from attngen.ir.core import Access, Op
+from attngen.ir import pipe, tile
+from attngen.ir.core import Access, Op, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import symbol
-from attngen.ir.ops import Arg, OrderedAdd
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    LoadTileStart,
-    LocalLoad,
-    Pipeline,
-    ProducerLoad,
-    ProducerStore,
-    ProducerTail,
-    ReadMetadata,
-    Rematerialize,
-    SliceRows,
-    TmaStore,
-    Wgmma,
-    WriteTileIndex,
-    WriteTileStart,
-)
-from attngen.ir.pipe_control import PipelinedLoop, masked_full_tiles
 from attngen.targets.hopper.configs.barriers import (
     instances_of,
     is_consumed_in_loop,
@@ -49,7 +31,7 @@ NUMBERS = {"i32": "gl.int32", "f32": "gl.float32"}
 class PipelineContext(ShapeContext):
     """Builds the views of pipelines and of ops on their stages."""
 
-    def _pipeline(self, op: Pipeline) -> PipelineView:
+    def _pipeline(self, op: pipe.Pipeline) -> PipelineView:
         instances = instances_of(self.kernel, op)
         stages = self._stages(op)
         buffers = stages if instances == 1 else str(instances) if stages == "1" else f"{instances} * {stages}"
@@ -75,20 +57,20 @@ class PipelineContext(ShapeContext):
             return PipelineView(
                 self._short(op.name), stages, "", "", buffers, buffers, False, numbers, NUMBERS[op.type.dtype]
             )
-        moves = [o for o in self.kernel.ops() if isinstance(o, (ProducerLoad, TmaStore)) and op.name in o.operands()]
-        tensor = next((o for o in moves if isinstance(o, ProducerLoad)), moves[0])
-        descriptor = (tensor.src if isinstance(tensor, ProducerLoad) else tensor.dst).tensor
+        moves = [o for o in only(self.kernel.ops(), pipe.ProducerLoad, pipe.TmaStore) if op.name in o.operands()]
+        tensor = next(only(moves, pipe.ProducerLoad), moves[0])
+        descriptor = (tensor.src if isinstance(tensor, pipe.ProducerLoad) else tensor.dst).tensor
         all_pieces = self._times(op, buffers)
         shape, filled, arrivals = (
             self._shape(op),
-            isinstance(tensor, ProducerLoad),
+            isinstance(tensor, pipe.ProducerLoad),
             release_arrivals(self.kernel, op.name),
         )
         return PipelineView(
             self._short(op.name), stages, shape, descriptor, all_pieces, buffers, filled, mbarrier_release=arrivals
         )
 
-    def _shared_pipeline(self, op: Pipeline, stages: str) -> PipelineView:
+    def _shared_pipeline(self, op: pipe.Pipeline, stages: str) -> PipelineView:
         """A tile that consumer instances store together.
 
         It is one buffer if they read it themselves, and one buffer per part if the copy engine stores it from there.
@@ -107,7 +89,7 @@ class PipelineContext(ShapeContext):
                 NUMBERS[op.type.dtype],
                 emptied=True,
             )
-        add = next((o for o in self.kernel.ops() if isinstance(o, OrderedAdd)), None)
+        add = next(only(self.kernel.ops(), tile.OrderedAdd), None)
         if not self.shared[op.name] or add is None:
             rows, columns = self._dims(op.type.dims, False)
             return PipelineView(
@@ -124,10 +106,10 @@ class PipelineContext(ShapeContext):
 
         Both then always have the same phase, so one variable serves both. Empty text if there is none.
         """
-        for step in (self.kernel.block(op.step).ops for op in self.kernel.ops() if isinstance(op, PipelinedLoop)):
-            at = next((i for i, op in enumerate(step) if isinstance(op, ProducerStore) and op.pipeline == name), 0)
-            pipelines = {op.name: op.pipeline for op in step if isinstance(op, ConsumerWait)}
-            released = [pipelines[op.value] for op in step[:at] if isinstance(op, ConsumerRelease)]
+        for step in (self.kernel.block(op.step).ops for op in only(self.kernel.ops(), pipe.PipelinedLoop)):
+            at = next((i for i, op in enumerate(step) if isinstance(op, pipe.ProducerStore) and op.pipeline == name), 0)
+            pipelines = {op.name: op.pipeline for op in only(step, pipe.ConsumerWait)}
+            released = [pipelines[op.value] for op in only(step[:at], pipe.ConsumerRelease)]
             one_stage = [
                 pipeline
                 for pipeline in released
@@ -146,7 +128,7 @@ class PipelineContext(ShapeContext):
             [str(first), *(f"{n} * {stages}" if n > 1 else stages for stages, n in before if not stages.isdigit())]
         )
 
-    def _producer_load(self, op: ProducerLoad, cls: str) -> dict[str, Any]:
+    def _producer_load(self, op: pipe.ProducerLoad, cls: str) -> dict[str, Any]:
         pipeline = self.pipelines[op.pipeline]
         if pipeline.metadata_of:
             return self._load_row_vector(op, pipeline.metadata_of, cls)
@@ -176,23 +158,23 @@ class PipelineContext(ShapeContext):
 
     def _metadata_of(self, tiles: str, cls: str) -> list[str]:
         """The pipelines of metadata that a loop of class `cls` fills for each of these tiles."""
-        idle = {op.pipeline for op in self.kernel.ops() if isinstance(op, WriteTileStart) and self._idle(op, cls)}
+        idle = {op.pipeline for op in only(self.kernel.ops(), pipe.WriteTileStart) if self._idle(op, cls)}
         return [name for name, pipeline in self.pipelines.items() if pipeline.metadata_of == tiles and name not in idle]
 
     def _idle(self, op: Op, cls: str) -> bool:
-        if isinstance(op, LoadTileStart):
-            return not any(isinstance(o, WriteTileStart) and applies(o.when, cls) for o in self.kernel.ops())
-        if isinstance(op, WriteTileStart):
-            return not applies(op.when, cls) and not masked_full_tiles(self.kernel.ops())
-        if isinstance(op, ProducerLoad) and op.early:
+        if isinstance(op, pipe.LoadTileStart):
+            return not any(applies(o.when, cls) for o in only(self.kernel.ops(), pipe.WriteTileStart))
+        if isinstance(op, pipe.WriteTileStart):
+            return not applies(op.when, cls) and not pipe.masked_full_tiles(self.kernel.ops())
+        if isinstance(op, pipe.ProducerLoad) and op.early:
             return True  # the kernel's entry issues it
         return super()._idle(op, cls)
 
-    def _load_row_vector(self, op: ProducerLoad, tiles: str, cls: str) -> dict[str, Any]:
+    def _load_row_vector(self, op: pipe.ProducerLoad, tiles: str, cls: str) -> dict[str, Any]:
         """A vector of row values that accompanies a tile: its start and length. The first such load of a stage waits
         until the stage is free."""
         tensor = self.kernel.op(op.src.tensor)
-        assert isinstance(tensor, Arg)
+        assert isinstance(tensor, tile.Arg)
         first = self._metadata_of(tiles, cls)[0]
         start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)
         at, extent = self.kernel.first_row(op.src, -1, self.loop), AXIS_EXTENT[self.loop]
@@ -200,7 +182,7 @@ class PipelineContext(ShapeContext):
         row = {"start": f"{start} + {at}", "left": f"{left} - {at}", "into": self._short(op.pipeline)}
         return {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, **self._stage(tiles)}
 
-    def _write_tile_index(self, op: WriteTileIndex, cls: str) -> dict[str, Any]:
+    def _write_tile_index(self, op: pipe.WriteTileIndex, cls: str) -> dict[str, Any]:
         tiles = str(self.pipelines[op.pipeline].metadata_of)
         return {
             "pipeline": self._short(op.pipeline),
@@ -208,9 +190,9 @@ class PipelineContext(ShapeContext):
             "index": self._stage(tiles)["index"],
         }
 
-    def _read_metadata(self, op: ReadMetadata, cls: str) -> dict[str, Any]:
+    def _read_metadata(self, op: pipe.ReadMetadata, cls: str) -> dict[str, Any]:
         wait = self.kernel.op(op.tile)
-        assert isinstance(wait, ConsumerWait)
+        assert isinstance(wait, pipe.ConsumerWait)
         text = {"var": self.var(op.name), "pipeline": self._short(op.pipeline), "axis": int(self._read_of_rows(op))}
         return {
             **text,
@@ -280,13 +262,13 @@ class PipelineContext(ShapeContext):
         """
         found: dict[str, str] = {}
         for step in (
-            self.kernel.block(op.step).ops for op in self.kernel.ops() if isinstance(op, PipelinedLoop) and not op.first
+            self.kernel.block(op.step).ops for op in only(self.kernel.ops(), pipe.PipelinedLoop) if not op.first
         ):
-            pipelines = {op.name: op.pipeline for op in step if isinstance(op, ConsumerWait)}
+            pipelines = {op.name: op.pipeline for op in only(step, pipe.ConsumerWait)}
             released = [
                 pipelines[op.value]
-                for op in step
-                if isinstance(op, ConsumerRelease) and not self.pipelines[pipelines[op.value]].per_instance
+                for op in only(step, pipe.ConsumerRelease)
+                if not self.pipelines[pipelines[op.value]].per_instance
             ]
             loaded = [pipeline for pipeline in released if pipeline not in self.shared]
             if len(loaded) > 1 and self.kernel.stands_for != FORWARD:
@@ -313,7 +295,7 @@ class PipelineContext(ShapeContext):
             starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in (batch, head, rows, columns)
         )
 
-    def _producer_store(self, op: ProducerStore, cls: str) -> dict[str, Any]:
+    def _producer_store(self, op: pipe.ProducerStore, cls: str) -> dict[str, Any]:
         """The place where a consumer instance writes its part, the barrier at which it waits first, and the one at
         which it arrives then."""
         if self.pipelines[op.pipeline].exchange:
@@ -342,7 +324,7 @@ class PipelineContext(ShapeContext):
         tile = f"{text['pipeline']}_smem.index({one}).slice(_WARP_GROUP * ROWS, ROWS, 0)"
         return {**text, "stored": [f"{tile}.store(_unpack({self.var(op.value)}, dtype))"], "index": one, "waits": False}
 
-    def _stored_pieces(self, op: ProducerStore) -> list[str]:
+    def _stored_pieces(self, op: pipe.ProducerStore) -> list[str]:
         """Stores of a consumer instance's part of dQ: both halves of its own piece, and its half of the piece between
         the two instances."""
         (whole, rest), pipeline = self._parts(op.value), f"{self._short(op.pipeline)}_smem"
@@ -383,9 +365,9 @@ class PipelineContext(ShapeContext):
             "round_robin": name in self.kernel.round_robin,
         }
 
-    def _rematerialize(self, op: Rematerialize, cls: str) -> dict[str, Any]:
+    def _rematerialize(self, op: pipe.Rematerialize, cls: str) -> dict[str, Any]:
         wait = self.kernel.op(op.value)
-        assert isinstance(wait, ConsumerWait)
+        assert isinstance(wait, pipe.ConsumerWait)
         pipeline = self.pipelines[wait.pipeline]
         index = self._stage(wait.pipeline, "_WARP_GROUP")["index"]
         return {
@@ -399,7 +381,7 @@ class PipelineContext(ShapeContext):
         """An index of a stage, from which the compiler computes addresses where it stands, not before the loop."""
         return "_opaque_zero()" if index == "0" else f"{index} + _opaque_zero()"
 
-    def _local_load(self, op: LocalLoad, cls: str) -> dict[str, Any]:
+    def _local_load(self, op: pipe.LocalLoad, cls: str) -> dict[str, Any]:
         wait = self.kernel.wait_of(op.value)
         if wait and self._is_of_rows(wait.pipeline):
             return {
@@ -420,10 +402,10 @@ class PipelineContext(ShapeContext):
         wide = tile[1:] == ("D_V",) or side_of(tile)
         return f"{axis}_start + {axis}_rows" if wide else super()._row_of_tensor(axis, tile)
 
-    def _slice_rows(self, op: SliceRows, cls: str) -> dict[str, Any]:
+    def _slice_rows(self, op: pipe.SliceRows, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}
 
-    def _consumer_wait(self, op: ConsumerWait, cls: str) -> dict[str, Any]:
+    def _consumer_wait(self, op: pipe.ConsumerWait, cls: str) -> dict[str, Any]:
         if self.pipelines[op.pipeline].exchange:
             return self._wait_exchanged(op)
         if op.pipeline in self.shared:
@@ -436,7 +418,7 @@ class PipelineContext(ShapeContext):
             else "0"
         )
         read = any(
-            not isinstance(self.kernel.op(reader), (ConsumerRelease, Rematerialize))
+            not isinstance(self.kernel.op(reader), (pipe.ConsumerRelease, pipe.Rematerialize))
             for reader in self.kernel.graph.successors(op.name)
         )
         at = "_opaque_zero()" if self.of_latents and rematerializes_address(pipeline) else stage["index"]
@@ -451,15 +433,14 @@ class PipelineContext(ShapeContext):
             **stage,
         }
 
-    def _consumer_release(self, op: ConsumerRelease, cls: str) -> dict[str, Any]:
+    def _consumer_release(self, op: pipe.ConsumerRelease, cls: str) -> dict[str, Any]:
         wait = self.kernel.op(op.value)
-        assert isinstance(wait, ConsumerWait)
+        assert isinstance(wait, pipe.ConsumerWait)
         if wait.pipeline in self.shared:
             return {**self._shared_stage(wait.pipeline), "shared": True}
         readers = (self.kernel.op(name) for name in self.kernel.graph.successors(wait.name))
         product = any(
-            isinstance(reader, Wgmma) and reader.b == wait.name and not (reader.acc and self.modifies)
-            for reader in readers
+            reader.b == wait.name and not (reader.acc and self.modifies) for reader in only(readers, pipe.Wgmma)
         )
         return {
             "pipeline": self._short(wait.pipeline),
@@ -468,6 +449,6 @@ class PipelineContext(ShapeContext):
             **self._stage(wait.pipeline, "_WARP_GROUP"),
         }
 
-    def _producer_tail(self, op: ProducerTail, cls: str) -> dict[str, Any]:
+    def _producer_tail(self, op: pipe.ProducerTail, cls: str) -> dict[str, Any]:
         instances = instances_of(self.kernel, self.pipelines[op.pipeline])
         return {"pipeline": self._short(op.pipeline), "instances": instances, **self._stage(op.pipeline, "copy")}

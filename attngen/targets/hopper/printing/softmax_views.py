@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir.ops import Dropout, DropoutMask, Reduce, SoftmaxStep
-from attngen.ir.pipe import (
-    HALF_DIM,
-    PARTIALS,
-    ConcatHalves,
-    ConvertLayout,
-    Pack,
-    PartialReduce,
-    PinAfterWait,
-    PinBeforeWait,
-    ScaledIota,
-    SoftmaxStats,
-    SoftmaxWeights,
-    SplitHalves,
-)
+from attngen.ir import pipe, tile
 from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.fused_backward import is_signed
 from attngen.targets.printing.context import KernelContext, transposed
@@ -38,16 +24,22 @@ class SoftmaxContext(KernelContext):
         """
         names = super()._variables()
         for op in self.kernel.ops():
-            own = ("base",) if isinstance(op, SoftmaxStats) else op.results() if isinstance(op, SplitHalves) else ()
+            own = (
+                ("base",)
+                if isinstance(op, pipe.SoftmaxStats)
+                else op.results()
+                if isinstance(op, pipe.SplitHalves)
+                else ()
+            )
             names |= {f"{op.name}.{field}": f"{op.name}_{field}" for field in own}
-            names |= {f"{op.name}.m": "m_new"} if isinstance(op, SoftmaxStats) else {}
+            names |= {f"{op.name}.m": "m_new"} if isinstance(op, pipe.SoftmaxStats) else {}
         return names
 
-    def _softmax_stats(self, op: SoftmaxStats, cls: str) -> dict[str, Any]:
-        step = SoftmaxStep(op.name, op.s, op.m, op.type, op.scale, op.guard, op.shift)
+    def _softmax_stats(self, op: pipe.SoftmaxStats, cls: str) -> dict[str, Any]:
+        step = tile.SoftmaxStep(op.name, op.s, op.m, op.type, op.scale, op.guard, op.shift)
         return {**self._softmax_step(step, cls), "base": self.var(f"{op.name}.base")}
 
-    def _softmax_weights(self, op: SoftmaxWeights, cls: str) -> dict[str, Any]:
+    def _softmax_weights(self, op: pipe.SoftmaxWeights, cls: str) -> dict[str, Any]:
         return {
             "var": self.var(op.name),
             "s": self.var(op.s),
@@ -55,7 +47,7 @@ class SoftmaxContext(KernelContext):
             "scale": self.var(op.scale) if op.scale else "",
         }
 
-    def _scaled_iota(self, op: ScaledIota, cls: str) -> dict[str, Any]:
+    def _scaled_iota(self, op: pipe.ScaledIota, cls: str) -> dict[str, Any]:
         return {
             "var": self.var(op.name),
             "at": "kv_off",
@@ -63,16 +55,16 @@ class SoftmaxContext(KernelContext):
             "kept": "BLOCK_KV - 8" if op.kept else "0",
         }
 
-    def _split_halves(self, op: SplitHalves, cls: str) -> dict[str, Any]:
-        is_random = isinstance(self.kernel.op(op.value), DropoutMask)
+    def _split_halves(self, op: pipe.SplitHalves, cls: str) -> dict[str, Any]:
+        is_random = isinstance(self.kernel.op(op.value), tile.DropoutMask)
         name = self._words if is_random else self.var
         halves = ", ".join(name(f"{op.name}.{field}") for field in op.results())
         return {"vars": halves, "value": name(op.value), "flag": "DROPOUT" if is_random else ""}
 
-    def _concat_halves(self, op: ConcatHalves, cls: str) -> dict[str, Any]:
+    def _concat_halves(self, op: pipe.ConcatHalves, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "a": self.var(op.a), "b": self.var(op.b)}
 
-    def _convert_layout(self, op: ConvertLayout, cls: str) -> dict[str, Any]:
+    def _convert_layout(self, op: pipe.ConvertLayout, cls: str) -> dict[str, Any]:
         layout = _LAYOUTS[op.to] if len(op.type.dims) == 2 else f"gl.SliceLayout(1, {_LAYOUTS[op.to]})"
         value = self.var(op.value)
         return {
@@ -81,37 +73,37 @@ class SoftmaxContext(KernelContext):
             "layout": layout,
         }
 
-    def _pack(self, op: Pack, cls: str) -> dict[str, Any]:
+    def _pack(self, op: pipe.Pack, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "value": self.var(op.value), "dtype": "dtype"}
 
-    def _pin_before_wait(self, op: PinBeforeWait | PinAfterWait, cls: str) -> dict[str, Any]:
+    def _pin_before_wait(self, op: pipe.PinBeforeWait | pipe.PinAfterWait, cls: str) -> dict[str, Any]:
         text = {"var": self.var(op.name), "value": self.var(op.value), "each": 2 * len(op.type.dims)}
         return {**text, "tile": {*op.type.dims} == SCORE_DIMS}
 
     _pin_after_wait = _pin_before_wait
 
-    def _dropout_mask(self, op: DropoutMask, cls: str) -> dict[str, Any]:
+    def _dropout_mask(self, op: tile.DropoutMask, cls: str) -> dict[str, Any]:
         places = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start"]
         args = [*places, op.type.dims[1], "SCORES", str(transposed(op))]
         return {"var": self._words(op.name), "args": args, "flag": "DROPOUT"}
 
-    def _philox(self, keep: str) -> DropoutMask:
+    def _philox(self, keep: str) -> tile.DropoutMask:
         op = self.kernel.op(keep)
-        return super()._philox(op.value if isinstance(op, SplitHalves) else keep)
+        return super()._philox(op.value if isinstance(op, pipe.SplitHalves) else keep)
 
-    def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
+    def _dropout(self, op: tile.Dropout, cls: str) -> dict[str, Any]:
         text = super()._dropout(op, cls)
         value, words, threshold, _, is_transposed = text["args"]  # `zero` is not needed, because `pack` hides the cast
         args = [value, words, threshold, is_transposed]
         return {**text, "args": args, "signed": is_signed(self.module, self.kernel)}
 
-    def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
+    def _reduce(self, op: tile.Reduce, cls: str) -> dict[str, Any]:
         return {
             **super()._reduce(op, cls),
-            "row_sum": op.op == "sum" and op.over in (*HALF_DIM, *HALF_DIM.values()),
-            "half": op.over in HALF_DIM.values(),
-            "row_vector": op.over in (PARTIALS, "D_V"),
+            "row_sum": op.op == "sum" and op.over in (*pipe.HALF_DIM, *pipe.HALF_DIM.values()),
+            "half": op.over in pipe.HALF_DIM.values(),
+            "row_vector": op.over in (pipe.PARTIALS, "D_V"),
         }
 
-    def _partial_reduce(self, op: PartialReduce, cls: str) -> dict[str, Any]:
+    def _partial_reduce(self, op: pipe.PartialReduce, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "value": self.var(op.value), "layout": "_PARTIALS_LAYOUT"}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from attngen.ir import pipe
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.names import STARTS
-from attngen.ir.pipe import ConsumerWait, LoadTileStart, ReadTileStart, WriteTileStart
-from attngen.ir.pipe_control import MaskedFullTiles, masked_full_tiles
 from attngen.targets.hopper.printing.pipeline_views import PipelineContext
 from attngen.targets.printing.memory_views import applies
 
@@ -15,7 +14,7 @@ from attngen.targets.printing.memory_views import applies
 class TileStartContext(PipelineContext):
     """Builds the views of these ops."""
 
-    def _load_tile_start(self, op: LoadTileStart, cls: str) -> dict[str, Any]:
+    def _load_tile_start(self, op: pipe.LoadTileStart, cls: str) -> dict[str, Any]:
         return {"lines": [f"{self.var(op.name)} = {self._start_of_tile()}"]}
 
     def _start_of_tile(self) -> str:
@@ -28,11 +27,11 @@ class TileStartContext(PipelineContext):
         """`NC=True` if the kernel waits for semaphores, which drops what ordinary loads leave in the L1 cache."""
         return ", NC=True" if self.kernel.adds_in_order else ""
 
-    def _write_tile_start(self, op: WriteTileStart, cls: str) -> dict[str, Any]:
+    def _write_tile_start(self, op: pipe.WriteTileStart, cls: str) -> dict[str, Any]:
         """The line that writes a tile's start. A loop of full tiles loads it only for the tile that consumers mask,
         and only then."""
         tiles = str(self.pipelines[op.pipeline].metadata_of)
-        full = () if applies(op.when, cls) else masked_full_tiles(self.kernel.ops())
+        full = () if applies(op.when, cls) else pipe.masked_full_tiles(self.kernel.ops())
         start = self._start_of_tile() if full else self.var(op.value)
         text = {
             "pipeline": self._short(tiles),
@@ -42,17 +41,17 @@ class TileStartContext(PipelineContext):
         }
         return {**text, **self._stage(tiles)}
 
-    def _is_among(self, tiles: MaskedFullTiles) -> str:
+    def _is_among(self, tiles: pipe.MaskedFullTiles) -> str:
         """The condition under which the loop's tile is one of these, and the program visits none of those before."""
         among = _any_of([f"{self.loop}_tile == {self.scalar(number)}" for number in tiles.numbers])
         return f"({among}) & ({self._number(tiles.before)} == 0)" if tiles.before else among
 
-    def _read_tile_start(self, op: ReadTileStart, cls: str) -> dict[str, Any]:
+    def _read_tile_start(self, op: pipe.ReadTileStart, cls: str) -> dict[str, Any]:
         """The line that reads the position of a tile. `_define_position` adds those that need its value: where a loop
         computes with it only in some tiles, the others do not wait for it. With `when` partial, full tiles read a
         number of another tile, and use it nowhere."""
         wait = self.kernel.op(op.tile)
-        assert isinstance(wait, ConsumerWait)
+        assert isinstance(wait, pipe.ConsumerWait)
         stage = self._stage(wait.pipeline, "_WARP_GROUP")["index"]
         return {"lines": [f"{self.loop}_start = _read_index({self._short(op.pipeline)}_smem.index({stage}))"]}
 

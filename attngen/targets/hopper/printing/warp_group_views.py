@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.ir.core import Block
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, only
 from attngen.ir.dims import AXIS_DIM, SIDES
 from attngen.ir.names import stride_names
-from attngen.ir.ops import Arg, Base, OrderedAdd, Store
-from attngen.ir.pipe import TILE_DIM, Pipeline, ProducerLoad, ProducerStore, Wgmma
-from attngen.ir.pipe_control import PrefetchTile, ReloadTile, WorkLoop
 from attngen.targets.hopper.configs.barriers import is_reused
 from attngen.targets.hopper.configs.work_tiles import tile_coordinates, tile_metadata
 from attngen.targets.hopper.printing.exchange_views import HALF
@@ -66,9 +64,9 @@ class WarpGroupContext(WgmmaContext):
             self._place_tiles(work, [] if of_tile else known, block, words, params)
         # With split-KV, programs compute the number of splits themselves.
         scheduler_args = {"COUNTER"} if self.kernel.kv_split else {"COUNTER", "TILES"}
-        words |= scheduler_args if any(isinstance(op, WorkLoop) and op.fetches for op in block.ops) else set()
+        words |= scheduler_args if any(op.fetches for op in only(block.ops, pipe.WorkLoop)) else set()
         words |= names_in(nodes) | set(re.findall(r"\w+", " ".join(prologue)))
-        entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (Arg, Pipeline))]
+        entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (tile.Arg, pipe.Pipeline))]
         shared = [
             f"{pipeline.name}_{suffix}"
             for pipeline in map(self._pipeline, self.pipelines.values())
@@ -99,7 +97,7 @@ class WarpGroupContext(WgmmaContext):
             ],
             prologue,
             nodes,
-            bool(block.warp_group.rows) or any(isinstance(op, ProducerLoad) for op in self.kernel.within(block.name)),
+            bool(block.warp_group.rows) or any(only(self.kernel.within(block.name), pipe.ProducerLoad)),
             [
                 "THREADS",
                 *(
@@ -133,9 +131,9 @@ class WarpGroupContext(WgmmaContext):
         work.text["place"], work.text["call"], prefetch.text["call"] = [], call, call
         return TileFunctionView(name, given, tiles, nodes, results)
 
-    def _early(self) -> list[ProducerLoad]:
+    def _early(self) -> list[pipe.ProducerLoad]:
         """The loads that the kernel issues before its warp groups start."""
-        return [op for op in self.kernel.ops() if isinstance(op, ProducerLoad) and op.early]
+        return [op for op in only(self.kernel.ops(), pipe.ProducerLoad) if op.early]
 
     def _loaded_early(self) -> set[str]:
         """The tensors that only these loads read. No warp group takes them."""
@@ -189,10 +187,8 @@ class WarpGroupContext(WgmmaContext):
 
         Stores are wide only because the compiler knows that these strides are multiples of 16.
         """
-        stores = [
-            op for op in self.kernel.within(block.name) if isinstance(op, Store) and not isinstance(op, OrderedAdd)
-        ]
-        bases = {op.name: op.src.tensor for op in self.kernel.ops() if isinstance(op, Base)}
+        stores = [op for op in only(self.kernel.within(block.name), tile.Store) if not isinstance(op, tile.OrderedAdd)]
+        bases = {op.name: op.src.tensor for op in only(self.kernel.ops(), tile.Base)}
         tensors = {
             bases.get(op.dst.tensor, op.dst.tensor) for op in stores if len(self.kernel.type_of(op.value).dims) == 2
         }
@@ -208,7 +204,7 @@ class WarpGroupContext(WgmmaContext):
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)")
         if "PARTS" in words:
-            part = next(op.type for op in self.kernel.ops() if isinstance(op, Wgmma) and op.over in TILE_DIM.values())
+            part = next(op.type for op in only(self.kernel.ops(), pipe.Wgmma) if op.over in pipe.TILE_DIM.values())
             lines.append(f"PARTS: gl.constexpr = _layout_of({[*self._widths(part), self._dims(part.dims)[1]][0]})")
         if "REST" in words:
             lines.append(f"REST: gl.constexpr = _layout_of({self._widths(part)[-1]})")
@@ -246,7 +242,7 @@ class WarpGroupContext(WgmmaContext):
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """Lines that set up, for each pipeline that a warp group uses, its next stage and its phase or load count."""
         lines = []
-        consumes = not any(isinstance(op, ProducerLoad) for op in self.kernel.within(block.name))
+        consumes = not any(only(self.kernel.within(block.name), pipe.ProducerLoad))
         for name, pipeline in self.pipelines.items():
             short = self._short(name)
             if pipeline.exchange:
@@ -284,7 +280,7 @@ class WarpGroupContext(WgmmaContext):
         # The first stages are free, as if they had been released once: their writers start in phase 1.
         writes = bool(block.warp_group and block.warp_group.rows)
         if self.of_latents:
-            writes = any(isinstance(op, ProducerStore) and op.pipeline == name for op in self.kernel.within(block.name))
+            writes = any(op.pipeline == name for op in only(self.kernel.within(block.name), pipe.ProducerStore))
         found = {f"{short}_stage": "0"} if self._stages(pipeline) != "1" else {}
         found |= (
             {f"{short}_phase": str(int(writes))}
@@ -293,7 +289,7 @@ class WarpGroupContext(WgmmaContext):
         )
         return [f"{', '.join(found)} = {', '.join(found.values())}"] if found else []
 
-    def _work_loop(self, op: WorkLoop, cls: str) -> dict[str, Any]:
+    def _work_loop(self, op: pipe.WorkLoop, cls: str) -> dict[str, Any]:
         splits: list[str] = []
         place = self._program_tile() if op.fetches and not self.kernel.kv_split else []
         if op.fetches and self.kernel.kv_split:
@@ -313,7 +309,7 @@ class WarpGroupContext(WgmmaContext):
             **self._stage(op.pipeline, "" if op.fetches else "_WARP_GROUP"),
         }
 
-    def _prefetch_tile(self, op: PrefetchTile, cls: str) -> dict[str, Any]:
+    def _prefetch_tile(self, op: pipe.PrefetchTile, cls: str) -> dict[str, Any]:
         return {"call": {}}  # that of the work loop's `_tile_function`
 
     def _index_count(self) -> int:
@@ -322,7 +318,7 @@ class WarpGroupContext(WgmmaContext):
             len(tile_coordinates(self.kernel)) if self.kernel.kv_split else len(self.kernel.grid) + self.kernel.places
         )
 
-    def _reload_tile(self, op: ReloadTile, cls: str) -> dict[str, Any]:
+    def _reload_tile(self, op: pipe.ReloadTile, cls: str) -> dict[str, Any]:
         return {
             "reread": list(range(self._index_count())),
             "pipeline": self._short(op.pipeline),

@@ -8,13 +8,11 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.core import Block
+from attngen.ir import pipe, tile
+from attngen.ir.core import Block, only
 from attngen.ir.expr import exp2
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Map, SoftmaxStep
-from attngen.ir.pipe import HALF_DIM, SoftmaxStats, SoftmaxWeights, TmaStore, Wgmma, WgmmaWait
-from attngen.ir.pipe_control import PipelinedLoop
 from attngen.targets.common.base import CompileReport
 from attngen.targets.hopper.configs.barriers import mma_warp_groups
 from attngen.targets.hopper.configs.common import overlaps_softmax, smem_limit
@@ -33,8 +31,8 @@ MOST_SPILLED_OUTSIDE = 64
 def faults(module: Module, kernel: Kernel, config: Config, report: CompileReport) -> Iterator[str]:
     """Yield why a config gets no certificate: ends of sentences about its kernel, each with the expected value."""
     predicted, limit = sram_bytes(module, kernel, config), smem_limit(kernel.ctas_per_sm)
-    recomputes = any(isinstance(op, PipelinedLoop) and op.recompute for op in kernel.ops())
-    by_head = any(isinstance(op, PipelinedLoop) and op.heads and not op.by_tile for op in kernel.ops())
+    recomputes = any(op.recompute for op in only(kernel.ops(), pipe.PipelinedLoop))
+    by_head = any(op.heads and not op.by_tile for op in only(kernel.ops(), pipe.PipelinedLoop))
     nested = by_head or (kernel.is_persistent and kernel.adds_in_order)
     most = MOST_SPILLED_OUTSIDE if recomputes or nested or is_signed(module, kernel) else 0
     if report.spilled_bytes > most:
@@ -64,7 +62,7 @@ def _launch(kernel: Kernel, config: Config, report: CompileReport) -> Iterator[s
 def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
     """Check that all matrix products are wgmmas that do not wait for each other, and that TMA loads and stores."""
     expected = {"HGMMA": "products of warp groups", "UTMALDG": "loads by TMA"}
-    expected |= {"UTMASTG": "stores by TMA"} if any(isinstance(op, TmaStore) for op in kernel.ops()) else {}
+    expected |= {"UTMASTG": "stores by TMA"} if any(only(kernel.ops(), pipe.TmaStore)) else {}
     for op, meaning in expected.items():
         if not code[op]:
             yield f"has no {op} in its machine code; expected {meaning}"
@@ -137,17 +135,17 @@ def overlapped_share(kernel: Kernel, config: Config) -> tuple[Fraction, Fraction
     if not overlaps_softmax(kernel) or not (kernel.stands_for == FORWARD or is_mla_decode(kernel)):
         return Fraction(0), Fraction(1)
     inside = outside = rows = others = 0
-    columns = {"BLOCK_KV": config.block_kv, **dict.fromkeys(HALF_DIM.values(), config.block_kv // 2)}
+    columns = {"BLOCK_KV": config.block_kv, **dict.fromkeys(pipe.HALF_DIM.values(), config.block_kv // 2)}
     for step in _loop_bodies(kernel):
         in_flight = False
         for op in step.ops:
-            in_flight |= isinstance(op, Wgmma) and op.over == "BLOCK_KV"
-            in_flight &= not (isinstance(op, WgmmaWait) and _is_of_weights(kernel, op))
-            if isinstance(op, (SoftmaxStep, SoftmaxWeights)):
+            in_flight |= isinstance(op, pipe.Wgmma) and op.over == "BLOCK_KV"
+            in_flight &= not (isinstance(op, pipe.WgmmaWait) and _is_of_weights(kernel, op))
+            if isinstance(op, (tile.SoftmaxStep, pipe.SoftmaxWeights)):
                 count = columns[op.type.dims[-1]]
                 inside, outside = (inside + count, outside) if in_flight else (inside, outside + count)
-            rows += LANES * isinstance(op, (SoftmaxStep, SoftmaxStats))
-            if isinstance(op, Map) and op.type.dims[1:] == ("BLOCK_KV",):
+            rows += LANES * isinstance(op, (tile.SoftmaxStep, pipe.SoftmaxStats))
+            if isinstance(op, tile.Map) and op.type.dims[1:] == ("BLOCK_KV",):
                 others += config.block_kv * len(op.expr.atoms(exp2, sympy.Pow))
     total = inside + outside + rows
     return Fraction(inside, total), 1 - Fraction(outside, total + others)
@@ -156,13 +154,13 @@ def overlapped_share(kernel: Kernel, config: Config) -> tuple[Fraction, Fraction
 def _loop_bodies(kernel: Kernel) -> Iterator[Block]:
     """The bodies of loops over tiles, without those of a first and a last tile: two where even and odd tiles differ."""
     for op in kernel.ops():
-        if isinstance(op, PipelinedLoop):
+        if isinstance(op, pipe.PipelinedLoop):
             yield from (kernel.block(body) for body in (op.step, op.odd, op.pair) if body)
 
 
-def _is_of_weights(kernel: Kernel, op: WgmmaWait) -> bool:
+def _is_of_weights(kernel: Kernel, op: pipe.WgmmaWait) -> bool:
     issue = kernel.op(op.value)
-    return isinstance(issue, Wgmma) and issue.over == "BLOCK_KV"
+    return isinstance(issue, pipe.Wgmma) and issue.over == "BLOCK_KV"
 
 
 def _listed(numbers: list[int]) -> str:

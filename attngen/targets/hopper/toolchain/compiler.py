@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from attngen.devices import CLASSES
+from attngen.ir import pipe
+from attngen.ir.core import only
 from attngen.ir.dtypes import of_size
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.pipe import ProducerLoad
 from attngen.targets.common.ahead import (
     FLAGS,
     TYPES,
@@ -108,7 +109,7 @@ def marks(kernel: Kernel) -> Iterator[tuple[str, str]]:
         if block.name in multiplying:
             if block.name == multiplying[0]:
                 yield block.name, "HGMMA"
-        elif any(isinstance(op, ProducerLoad) for op in ops):
+        elif any(only(ops, pipe.ProducerLoad)):
             yield block.name, "UTMALDG"
 
 

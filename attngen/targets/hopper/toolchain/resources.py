@@ -18,14 +18,12 @@ from functools import lru_cache
 
 import sympy
 
-from attngen.ir.core import DTYPE_BYTES
+from attngen.ir import pipe, tile
+from attngen.ir.core import DTYPE_BYTES, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.ops import Arg
-from attngen.ir.pipe import TILE_DIM, Pipeline, ProducerLoad
-from attngen.ir.pipe_control import WorkLoop
 from attngen.targets.hopper.configs.barriers import instances_of, stored_pipelines
 from attngen.targets.hopper.configs.common import smem_limit
 from attngen.targets.hopper.configs.head_dims import width_of
@@ -78,18 +76,18 @@ def why_not_fit(module: Module, kernel: Kernel, config: Config, change: str = ""
     )
 
 
-def pipelines(kernel: Kernel) -> list[Pipeline]:
-    return [op for op in kernel.ops() if isinstance(op, Pipeline)]
+def pipelines(kernel: Kernel) -> list[pipe.Pipeline]:
+    return list(only(kernel.ops(), pipe.Pipeline))
 
 
-def stages_of(pipeline: Pipeline, config: Config) -> int:
+def stages_of(pipeline: pipe.Pipeline, config: Config) -> int:
     """Number of stages of a pipeline under a config."""
     return int(evaluate(pipeline.stages, {"num_stages": config.num_stages}))
 
 
-def _tiles(module: Module, kernel: Kernel, pipeline: Pipeline) -> Expr:
+def _tiles(module: Module, kernel: Kernel, pipeline: pipe.Pipeline) -> Expr:
     """Bytes of a pipeline's tiles. If each instance has a copy of it, the copies share the rows of the program tile."""
-    part_of_whole = {whole: part for part, whole in TILE_DIM.items()}
+    part_of_whole = {whole: part for part, whole in pipe.TILE_DIM.items()}
     tile = replace(pipeline.type, dims=tuple(part_of_whole.get(d, d) for d in pipeline.type.dims))
     tile = replace(tile, dims=(*tile.dims[:-1], str(width_of(module, pipeline)))) if pipeline.columns else tile
     times = 1 if AXIS_DIM[kernel.program_axis] in pipeline.type.dims else instances_of(kernel, pipeline)
@@ -126,7 +124,7 @@ def _pipelines(module: Module, kernel: Kernel, config: Config) -> list[tuple[int
 def _filled(kernel: Kernel) -> set[str]:
     """The pipelines whose `full` barriers something waits for: those that TMA or a work loop fills, except row vectors,
     which share the barriers of their tile's pipeline. Barriers of other pipelines take no room."""
-    filled = {op.pipeline for op in kernel.ops() if isinstance(op, (ProducerLoad, WorkLoop))}
+    filled = {op.pipeline for op in only(kernel.ops(), pipe.ProducerLoad, pipe.WorkLoop)}
     return filled - {pipeline.name for pipeline in pipelines(kernel) if pipeline.metadata_of}
 
 
@@ -166,6 +164,6 @@ def _dtype(kernel: Kernel, name: str) -> str:
     op = next((op for op in kernel.block("entry").ops if op.name == name), None)
     if name == COUNTER:
         return "ptr"
-    if isinstance(op, Arg):
+    if isinstance(op, tile.Arg):
         return op.type.dtype if op.role == "scalar" else "ptr"
     return next(iter(op.results().values())).dtype if op is not None else "i32"

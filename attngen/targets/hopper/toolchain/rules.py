@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attngen.ir import pipe
+from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
-from attngen.ir.pipe import ConsumerWait, Pipeline
-from attngen.ir.pipe_control import WorkLoop
 from attngen.targets.hopper.configs.barriers import (
     consumes,
     is_consumed_in_loop,
@@ -71,7 +71,7 @@ def _wrong_mbarrier_release(kernel: Kernel, config: Config) -> Iterator[str]:
     The pipeline of work tiles has two stages; another one has one stage, and is consumed once per work tile. The
     exception is a pipeline that each instance consumes in a loop: it has a phase of its own.
     """
-    bodies = {op.body for op in kernel.ops() if isinstance(op, WorkLoop)}
+    bodies = {op.body for op in only(kernel.ops(), pipe.WorkLoop)}
     for pipeline in (
         op
         for op in pipelines(kernel)
@@ -79,8 +79,8 @@ def _wrong_mbarrier_release(kernel: Kernel, config: Config) -> Iterator[str]:
     ):
         homes = {
             kernel.graph.nodes[op.name]["block"]
-            for op in kernel.ops()
-            if isinstance(op, ConsumerWait) and op.pipeline == pipeline.name
+            for op in only(kernel.ops(), pipe.ConsumerWait)
+            if op.pipeline == pipeline.name
         }
         if homes - bodies:
             yield (
@@ -119,7 +119,7 @@ def _widths(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{op.name} has tiles of {op.type.dims[-1]} columns; expected {v // 2}, half of an output"
 
 
-def _columns_of_pieces(module: Module, kernel: Kernel, pipeline: Pipeline) -> int:
+def _columns_of_pieces(module: Module, kernel: Kernel, pipeline: pipe.Pipeline) -> int:
     """Columns of a pipeline's pieces in the fused backward, which stores accumulators in pieces as it does Q and K, and
     dQ in an instance's share of a piece; 0 for whole tiles."""
     piece = piece_of(module.head_dim_qk) if "D_QK" in pipeline.type.dims else 0
