@@ -142,23 +142,23 @@ MUTATIONS = (
     Mutation(
         "no barrier stands before a loop that rewrites sums",
         "attngen/transforms/insert_cta_barriers.py",
-        'return [Barrier(f"_barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]',
-        "return [op]",
+        "if isinstance(op, tile.Loop) and op.body in rewriting else [op]",
+        "if False else [op]",
         "tests/transforms/test_insert_cta_barriers.py",
     ),
     Mutation(
         "the kernel that merges splits does not wait for the one that computes them",
         "attngen/transforms/dependent_launch.py",
-        'return [GridDependencyWait("_wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]',
-        "return [op]",
+        '            if isinstance(op, tile.Loop) and block == "entry"\n',
+        "            if False\n",
         "tests/transforms/test_dependent_launch.py",
         ("decode_gqa",),
     ),
     Mutation(
         "dead code elimination drops barriers",
         "attngen/transforms/dce.py",
-        "isinstance(op, (Barrier, Scatter, Store, GridDependencyWait))",
-        "isinstance(op, (Scatter, Store, GridDependencyWait))",
+        "isinstance(op, (tile.Barrier, tile.Scatter, tile.Store, tile.GridDependencyWait))",
+        "isinstance(op, (tile.Scatter, tile.Store, tile.GridDependencyWait))",
         "tests/transforms/test_dce.py tests/transforms/test_insert_cta_barriers.py tests/ir/test_verify.py",
     ),
     # positions
@@ -186,8 +186,8 @@ MUTATIONS = (
     Mutation(
         "no position comes with a full tile that @first masks",
         "attngen/ir/pipe_control.py",
-        "return tuple(first for loop in loops for first, _ in loop.full)",
-        "return ()",
+        "loops = (op for op in ops if isinstance(op, PipelinedLoop) and op.first and op.full)",
+        "loops: tuple[PipelinedLoop, ...] = ()",
         "tests/test_chunks.py -k push",
     ),
     Mutation(
@@ -230,8 +230,8 @@ MUTATIONS = (
     Mutation(
         "the scheduler barrier is not passed on",
         "attngen/targets/hopper/passes/ping_pong.py",
-        "enumerate(groups) if op is group[-1]\n",
-        "enumerate(groups) if op is group[-1] and n\n",
+        "            if op is group[-1]\n",
+        "            if op is group[-1] and n\n",
         "tests/hopper -k ping_pong",
     ),
     Mutation(
