@@ -21,10 +21,10 @@ from attngen.cache import fingerprint
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.expr import select, symbol
 from attngen.ir.host import If
 from attngen.ir.module import Config, Meaning, Module
+from attngen.ir.op import Op, only
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering import pipeline

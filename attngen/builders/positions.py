@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from attngen.ir import tile
-from attngen.ir.core import Op, Type
+from attngen.ir.core import Type
 from attngen.ir.expr import symbol
 from attngen.ir.host import Launch
 from attngen.ir.module import Derived, Input, Module, unit_of
 from attngen.ir.names import CALL_ROWS, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
+from attngen.ir.op import Op
 from attngen.lang.chunks import chunk_positions
 
 LOOPS = {"q": "kv", "kv": "q"}  # program axis -> the axis that its loops run over

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.dtypes import result_type
 from attngen.ir.host import Alloc, Host, View
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 
 _OUTPUTS = ("O", "tO")  # the output and its tangent
 

@@ -26,9 +26,10 @@ from attngen.builders.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
 from attngen.heuristics import CTAS_PER_SM_LATENT, CTAS_PER_SM_QUANTISED, FEW_LATENT, FEW_QUERIES, UNIT, WAVES_LATENT
 from attngen.ir import tile
-from attngen.ir.core import Access, Type, Uses
+from attngen.ir.core import Access, Type
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
+from attngen.ir.fields import Uses
 from attngen.ir.grid import KVSplit
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host

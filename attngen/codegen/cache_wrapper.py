@@ -16,11 +16,11 @@ from attngen.codegen.wrapper_text import (
     promise_text,
 )
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.dtypes import QUANTISED_TORCH, latent_bytes
 from attngen.ir.expr import floordiv, symbol
 from attngen.ir.module import Input
 from attngen.ir.names import SCALES
+from attngen.ir.op import only
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from attngen.ir.expr import exp2, log2, select, symbol
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.host import (
     COLUMN_VIEWS,
-    HOST_KIND,
     Alloc,
     ClassifyBlocks,
     Copy,
@@ -247,10 +246,10 @@ class HostContext:
         for op in self.host.block(name).ops:
             if isinstance(op, tile.Arg) or (isinstance(op, tile.Yield) and name == "entry"):
                 continue
-            text = getattr(self, f"_{HOST_KIND[type(op)]}")(op)
+            text = getattr(self, f"_{op.kind}")(op)
             blocks = [block for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
             branches = [self._block(block) + self._fields(op, block) for block in blocks if isinstance(op, If)]
-            nodes.append(HostNode(HOST_KIND[type(op)], text, branches))
+            nodes.append(HostNode(op.kind, text, branches))
         return nodes
 
     def _fields(self, op: If, block: str) -> list[HostNode]:

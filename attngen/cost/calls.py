@@ -9,10 +9,10 @@ from attngen.cost.roofline import Estimate, Problem, estimate, numbers_of_call, 
 from attngen.devices import Device
 from attngen.interp.numeric import compiled
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.host import Alloc, Host, If, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import Op, only
 from attngen.tiles.sizes import elem_sizes, lengths, tile_bytes
 from attngen.tiles.tiles import evaluate
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.dims import WHOLE, unpadded
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.tiles.tiles import heads, repeats, tile_sum
 
 TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, over all heads and sequences

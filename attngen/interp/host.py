@@ -19,12 +19,11 @@ from attngen.interp.tile import execute_kernel
 from attngen.interp.values import SINGLE, Values, spread
 from attngen.interp.warp_groups import WarpSpecializedLaunch
 from attngen.ir import tile
-from attngen.ir.core import Op, Type
+from attngen.ir.core import Type
 from attngen.ir.expr import symbol_names
 from attngen.ir.expr_text import parse
 from attngen.ir.host import (
     COLUMN_VIEWS,
-    HOST_KIND,
     Alloc,
     ClassifyBlocks,
     Copy,
@@ -40,6 +39,7 @@ from attngen.ir.host import (
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import OUTPUTS, SIZES, VARIABLES, WHOLE_LENGTHS
+from attngen.ir.op import Op
 
 Arrays = dict[str, Any]
 
@@ -159,10 +159,10 @@ class _Run:
                 case tile.Yield():
                     return {field: values[ref] for field, ref in op.values}
                 case If() | ClassifyBlocks() | ListBlocks():
-                    fields = getattr(self, f"_{HOST_KIND[type(op)]}")(op, values)
+                    fields = getattr(self, f"_{op.kind}")(op, values)
                     values |= {f"{op.name}.{field}": x for field, x in fields.items()}
                 case _:
-                    values[op.name] = getattr(self, f"_{HOST_KIND[type(op)]}")(op, values)
+                    values[op.name] = getattr(self, f"_{op.kind}")(op, values)
         return {}
 
     def _if(self, op: If, values: Values) -> Arrays:

@@ -11,10 +11,12 @@ from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.interp.values import Evaluator, OutsideTensor, Program, Values, Window, applies, spread
 from attngen.ir import tile
-from attngen.ir.core import Access, Checks, Op
+from attngen.ir.core import Access
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, PADDED, axis_of, unpadded
 from attngen.ir.expr import Expr, symbol
+from attngen.ir.fields import Checks
 from attngen.ir.names import START_RANKS
+from attngen.ir.op import Op
 
 
 def keys_of(length: int, values: Mapping[str, Any]) -> int:
@@ -29,7 +31,7 @@ class MemoryOps(Evaluator):
         """Raise OutsideTensor unless start .. end is inside the tensor's dimension `at`, of this length."""
         if not 0 <= start <= end <= length:
             raise OutsideTensor(
-                f"@{self.kernel.name}: {tile.KIND[type(op)]} %{op.name} goes to {start} .. {end} along dimension {at} "
+                f"@{self.kernel.name}: {op.kind} %{op.name} goes to {start} .. {end} along dimension {at} "
                 f"of %{access.tensor}; expected 0 .. {length} at most, or a check"
             )
 

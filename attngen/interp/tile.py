@@ -23,12 +23,12 @@ from attngen.interp.memory import MemoryOps, keys_of
 from attngen.interp.numeric import compiled
 from attngen.interp.values import CONSTANTS, SINGLE, Program, Values
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.dims import AXIS_DIM, MEMBER, PADDED, WHOLE
 from attngen.ir.grid import REVERSED_GROUP
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import BLOCK_LISTS, STARTS
+from attngen.ir.op import Op, only
 from attngen.ir.split_kv import kv_split, units_of
 
 
@@ -180,7 +180,7 @@ class Launch(MemoryOps, ArithmeticOps):
                 case tile.Deinterleave():
                     values |= self._deinterleave(op, values)
                 case _:
-                    values[op.name] = getattr(self, f"_{tile.KIND[type(op)]}")(op, values, cls)
+                    values[op.name] = getattr(self, f"_{op.kind}")(op, values, cls)
         return {}
 
     def loop(self, op: tile.Loop, values: Values) -> Program:

@@ -15,10 +15,11 @@ import numpy as np
 
 from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
-from attngen.ir.core import Type, Uses
+from attngen.ir.core import Type
 from attngen.ir.dims import AXIS_DIM, GROUPED
 from attngen.ir.dtypes import ELEMENTS, QUANTISED
 from attngen.ir.expr import Expr, symbol_names
+from attngen.ir.fields import Uses
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import ROW_AXES

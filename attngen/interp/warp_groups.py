@@ -21,10 +21,11 @@ from attngen.interp.async_ops import AsyncOps
 from attngen.interp.pipelines import PipelineOps
 from attngen.interp.values import Program, Values
 from attngen.ir import pipe, tile
-from attngen.ir.core import Access, Block, Op, WarpGroup, only
+from attngen.ir.core import Access
 from attngen.ir.dims import AXIS_EXTENT, SIDES
 from attngen.ir.expr import Expr
 from attngen.ir.grid import REVERSED_GROUP
+from attngen.ir.op import Block, Op, WarpGroup, only
 
 STAGES = 2  # of a pipeline with `num_stages` stages
 
@@ -147,12 +148,12 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         """Run a block's ops; ops of warp groups may wait."""
         values["cls"] = cls
         for op in self.kernel.block(name).ops:
-            if type(op) not in pipe.PIPE_KIND:
+            if op.kind not in pipe.PIPE.own:
                 found = yield from self.ops((op,), values, cls)
                 if found:
                     return found
                 continue
-            yield from getattr(self, f"_{pipe.PIPE_KIND[type(op)]}")(op, values)
+            yield from getattr(self, f"_{op.kind}")(op, values)
         return {}
 
     def add_in_order(self, op: tile.OrderedAdd | tile.OrderedAccumulate, values: Values, cls: str) -> Any:

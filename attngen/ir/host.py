@@ -8,20 +8,23 @@ symbols, such as `Nq`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import sympy
 
 from attngen.errors import VerifyError
 from attngen.ir import tile
-from attngen.ir.core import OPERAND, Block, Op, Type, Uses, only
+from attngen.ir.core import Type
 from attngen.ir.expr import Bool, Expr
+from attngen.ir.fields import BlockName, Places, Ref, Refs, Sizes, Uses, Word, Words
 from attngen.ir.names import DIMS
+from attngen.ir.op import Block, Dialect, Op, only
 
-Given = tuple[tuple[str, Expr], ...]  # (size as the kernel names it, its value)
+HOST = Dialect("host", uses=(tile.Arg, tile.Map, tile.Yield))
 
 
+@HOST.op("alloc")
 @dataclass(frozen=True)
 class Alloc(Op):
     """Allocate a tensor, uninitialised or filled with the number `fill`.
@@ -33,13 +36,14 @@ class Alloc(Op):
     """
 
     type: Type
-    like: str | None = field(default=None, metadata=OPERAND)
+    like: Ref | None = None
     fill: Expr | None = None
     fill_where: Bool = sympy.true
     where: Bool = sympy.true
-    otherwise: str | None = field(default=None, metadata=OPERAND)
+    otherwise: Ref | None = None
 
 
+@HOST.op("view src")
 @dataclass(frozen=True)
 class View(Op):
     """View the elements of `src` under another type. Where its memory layout does not allow a view, the result is a
@@ -51,62 +55,68 @@ class View(Op):
     fresh: where a copy would be made, the result is instead a new tensor for results, without the elements of `src`.
     """
 
-    src: str = field(metadata=OPERAND)
-    by: str
+    src: Ref
+    by: Word
     type: Type
     fresh: bool = False
 
 
+@HOST.op("copy src", result=False)
 @dataclass(frozen=True)
 class Copy(Op):
     """Copy the elements of the `fresh` view `src` back to the tensor `into` that it views. It does nothing if no new
     tensor was made."""
 
-    src: str = field(metadata=OPERAND)
-    into: str = field(metadata=OPERAND)
+    src: Ref
+    into: Ref
 
 
+@HOST.op("launch kernel", result=False)
 @dataclass(frozen=True)
 class Launch(Op):
     """Launch a kernel. Each of its arguments gets the host value of the same name, unless `args` names another value or
     `sizes` another size."""
 
-    kernel: str
-    args: Uses = field(default=(), metadata=OPERAND)
-    sizes: Given = ()
+    kernel: BlockName
+    args: Uses = ()
+    sizes: Sizes = ()
 
 
+@HOST.op("if")
 @dataclass(frozen=True)
 class If(Op):
     """Run the block `then` if some tensor of `of` has elements and the condition `where` holds, and otherwise the block
     `orelse`, if there is one. Both blocks yield the same fields, which are the results."""
 
-    then: str
-    of: tuple[str, ...] = field(default=(), metadata=OPERAND)
+    then: BlockName
+    of: Refs = ()
     where: Bool = sympy.true
-    orelse: str = ""
+    orelse: BlockName = ""
 
 
+@HOST.op("sum value")
 @dataclass(frozen=True)
 class Sum(Op):
     """Sum over the dimensions `over`. The result has its dimensions in the order of `type`."""
 
-    value: str = field(metadata=OPERAND)
-    over: tuple[str, ...]
+    value: Ref
+    over: Words
     type: Type
 
 
+@HOST.op("place value")
 @dataclass(frozen=True)
 class Place(Op):
     """Create a tensor shaped as `like` that is zero except at the index `at`, where it has `value`; `:` in the index
     means a whole dimension."""
 
-    value: str = field(metadata=OPERAND)
-    like: str = field(metadata=OPERAND)
-    at: tuple[str, ...]
+    value: Ref
+    like: Ref
+    at: Places
     type: Type
 
 
+@HOST.op("sum_distances value")
 @dataclass(frozen=True)
 class SumDistances(Op):
     """Compute the gradient of a table that is read by distance, kv_idx - q_idx: add each sum of `value`, one per
@@ -116,24 +126,26 @@ class SumDistances(Op):
     at: the index at which the table is read: expressions in `b`, `h` and one in `distance`.
     """
 
-    value: str = field(metadata=OPERAND)
-    like: str = field(metadata=OPERAND)
-    at: tuple[str, ...]
+    value: Ref
+    like: Ref
+    at: Places
     type: Type
 
 
+@HOST.op("classify_blocks src")
 @dataclass(frozen=True)
 class ClassifyBlocks(Op):
     """Compute two masks of blocks from the number of visible pairs in each strip of a block: `seen`, some pair is
     visible, and `full`, all pairs are."""
 
-    src: str = field(metadata=OPERAND)
+    src: Ref
     type: Type
 
     def results(self) -> dict[str, Type]:
         return {"seen": self.type, "full": self.type}
 
 
+@HOST.op("list_blocks src")
 @dataclass(frozen=True)
 class ListBlocks(Op):
     """Make block lists for kernels with the program axis `own`. For each row of blocks, `list` has the numbers of its
@@ -144,10 +156,10 @@ class ListBlocks(Op):
     `full_rank`.
     """
 
-    src: str = field(metadata=OPERAND)
-    own: str
+    src: Ref
+    own: Word
     type: Type
-    full: str | None = field(default=None, metadata=OPERAND)
+    full: Ref | None = None
 
     def results(self) -> dict[str, Type]:
         *rows, last = self.type.dims
@@ -156,22 +168,6 @@ class ListBlocks(Op):
 
 
 COLUMN_VIEWS = {"first_columns": "D_V", "last_columns": "D_ROPE"}  # `by` of a view of some columns -> their dimension
-HOST_OPS: dict[str, type[Op]] = {
-    "arg": tile.Arg,
-    "alloc": Alloc,
-    "view": View,
-    "copy": Copy,
-    "launch": Launch,
-    "if": If,
-    "map": tile.Map,
-    "sum": Sum,
-    "place": Place,
-    "sum_distances": SumDistances,
-    "classify_blocks": ClassifyBlocks,
-    "list_blocks": ListBlocks,
-    "yield": tile.Yield,
-}
-HOST_KIND = {cls: kind for kind, cls in HOST_OPS.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,12 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir import pipe, tile
-from attngen.ir.core import Access, Block, Op, Type, WarpGroup, only
+from attngen.ir.core import Access, Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, first_row
 from attngen.ir.expr import Expr, floordiv, symbol
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis, KVSplit
 from attngen.ir.names import CALL_ROWS, START_RANKS, STARTS, block_lists
+from attngen.ir.op import Block, Op, WarpGroup, only
 
 
 @cache

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from attngen.errors import IRError
-from attngen.ir import pipe, tile
-from attngen.ir.codecs import (
-    MASKS,
-    MEANING,
-    SCORES,
-    codecs_of,
-    parse_access,
-    parse_type,
-    parse_word,
-    split,
-)
-from attngen.ir.core import Block, Op, WarpGroup
 from attngen.ir.expr_text import parse, to_text
+from attngen.ir.fields import parse_access, parse_type, parse_word, split
 from attngen.ir.grid import GridAxis, KVSplit
-from attngen.ir.host import HOST_OPS, Host
+from attngen.ir.host import HOST, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Cache, Config, Derived, DoesNotFit, Input, InputGradient, Meaning, Module, Read
-from attngen.ir.syntax import HEADER_KEYS, IR_VERSION, POSITIONAL, UNNAMED, WARP_GROUP_WORDS
+from attngen.ir.op import Block, Dialect, Op, WarpGroup
+from attngen.ir.pipe import PIPE
+from attngen.ir.syntax import HEADER_KEYS, IR_VERSION, MASKS, MEANING, SCORES, WARP_GROUP_WORDS
 
 _N = "([0-9]{1,9})"
 _GRID_AXIS = re.compile(
@@ -61,37 +52,36 @@ def _tokens(text: str) -> list[str]:
     return [t.strip() for t in split(text, " ")]
 
 
-def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] = tile.OPS) -> Op:
-    """Parse one line of text as one of `ops`; `position` names an op without a result."""
+def parse_op(line: str, where: str, position: int, dialect: Dialect) -> Op:
+    """Parse one line of text as an op of a dialect; `position` names an op without a result."""
     head, _, rest = line.partition(" = ") if line.startswith("%") else ("", "", line)
     typed = _split_type(rest)
     words = _tokens(typed[0])
     kind = words[0] if words else ""
-    if kind not in ops:
-        raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(ops)}")
-    positional = POSITIONAL.get(kind, ())
-    codecs = codecs_of(kind)
-    if bool(head) == (kind in UNNAMED) or (head and not head[1:].isidentifier()):
-        form = "no name, because it has no result" if kind in UNNAMED else "`%name = ...`"
+    cls = dialect.ops.get(kind)
+    if cls is None:
+        raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(dialect.ops)}")
+    kinds, positional = cls.declared.kinds, cls.declared.positional
+    if bool(head) != cls.declared.has_result or (head and not head[1:].isidentifier()):
+        form = "`%name = ...`" if cls.declared.has_result else "no name, because it has no result"
         raise IRError(f"{where}: `{head}` does not name {kind}; expected {form}")
-    values: dict[str, Any] = {"name": head[1:] if head else f"_{kind}_{position}"}
+    values: dict[str, Any] = {"name": head[1:] if head else f"_{kind}_{position}", **cls.declared.omitted}
     if len(words) <= len(positional):
         raise IRError(f"{where}: `{kind}` needs {' and '.join(positional)} after its name")
     for name, word in zip(positional, words[1:]):
-        values[name] = codecs[name][1](word, where)
-    known = {f.name for f in fields(ops[kind])} - {"name", "type", *positional}
-    values |= {name: () for name in ("uses", "carry", "values", "partial", "full") if name in known}
+        values[name] = kinds[name].parse(word, where)
+    known = kinds.keys() - {"type", *positional}
     for word in words[1 + len(positional) :]:
         match = re.fullmatch(r"(\w+)\((.*)\)", word)
         if not match or match[1] not in known:
             raise IRError(f"{where}: `{word}` is not a field of {kind}; known: {', '.join(sorted(known))}")
-        values[match[1]] = codecs[match[1]][1](match[2], where)
+        values[match[1]] = kinds[match[1]].parse(match[2], where)
     if typed[1]:
-        if "type" not in (f.name for f in fields(ops[kind])):
+        if "type" not in kinds:
             raise IRError(f"{where}: {kind} has no type; expected nothing from `:` on")
         values["type"] = parse_type(typed[1], where)
     try:
-        return ops[kind](**values)
+        return cls(**values)
     except TypeError as error:
         missing = re.findall(r"'(\w+)'", str(error))
         raise IRError(f"{where}: {kind} lacks {', '.join(missing) or 'a field'}") from None
@@ -221,8 +211,8 @@ def _sections(text: str, source: str) -> _Sections:
         elif section == "schedule":
             s.schedules[-1][1].append(_parse_config(line, s.header.get("backend", ""), where))
         elif section in ("kernel", "host"):
-            blocks, ops = (s.kernels[-1][1], pipe.ALL_OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)
-            _parse_in_blocks(line, blocks, ops, where)
+            blocks, dialect = (s.kernels[-1][1], PIPE) if section == "kernel" else (s.hosts[-1][1], HOST)
+            _parse_in_blocks(line, blocks, dialect, where)
         else:
             _parse_header_line(s, word, rest, where)
     return s
@@ -248,7 +238,7 @@ def _parse_header_line(s: _Sections, word: str, rest: str, where: str) -> None:
         raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
 
 
-def _parse_in_blocks(line: str, blocks: list[_Lines], ops: Mapping[str, type[Op]], where: str) -> None:
+def _parse_in_blocks(line: str, blocks: list[_Lines], dialect: Dialect, where: str) -> None:
     """A line of a kernel or a host program: the start of a block, its `about` sentence, or an op of the last block."""
     word, _, rest = line.partition(" ")
     if word == "block":
@@ -260,7 +250,7 @@ def _parse_in_blocks(line: str, blocks: list[_Lines], ops: Mapping[str, type[Op]
     elif word == "about" and not blocks[-1].ops:
         blocks[-1].about = rest
     else:
-        blocks[-1].ops.append(parse_op(line, where, sum(len(block.ops) for block in blocks), ops))
+        blocks[-1].ops.append(parse_op(line, where, sum(len(block.ops) for block in blocks), dialect))
 
 
 def _parse_warp_group(text: str, where: str) -> _Lines:
@@ -330,7 +320,7 @@ def _parse_meaning(text: str, known: dict[str, str], where: str) -> tuple[str, d
     while (
         words and (match := re.fullmatch(rf"({'|'.join(known)})\((.*)\)", words[-1])) and known[match[1]] not in found
     ):
-        found[known[match[1]]] = MEANING[match[1]][1](match[2], where)
+        found[known[match[1]]] = MEANING[match[1]].parse(match[2], where)
         words.pop()
     return " ".join(words), found
 

@@ -27,22 +27,16 @@ Ops that order warp groups and run loops are in ir/pipe_control.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from attngen.ir.core import OPERAND, Access, Op, Type, Uses
+from attngen.ir.core import Access, Type
 from attngen.ir.expr import Expr
+from attngen.ir.fields import Ref, Refs, Uses, Word
+from attngen.ir.op import Op
 from attngen.ir.pipe_control import *  # noqa: F403  `pipe.WorkLoop` and the others
-from attngen.ir.pipe_control import (
-    PipelinedLoop,
-    PrefetchTile,
-    ReloadTile,
-    SchedulerBarrier,
-    SemaphoreAcquire,
-    SemaphoreRelease,
-    WorkLoop,
-)
-from attngen.ir.tile import KIND, OPS, DropoutMask
+from attngen.ir.pipe_control import PIPE
+from attngen.ir.tile import DropoutMask
 
 PARTIALS = "_PARTIALS"  # dimension of the partial sums of a row, whose number a backend chooses (see partial_reduce)
 PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that depend on the position of a tile of keys
@@ -58,6 +52,7 @@ class Types(Protocol):
     def type_of(self, ref: str) -> Type: ...
 
 
+@PIPE.op("pipeline")
 @dataclass(frozen=True)
 class Pipeline(Op):
     """Declare a pipeline: `stages` buffers of a tile in shared memory. A pipeline of type `i32[]` carries the
@@ -84,13 +79,14 @@ class Pipeline(Op):
 
     type: Type
     stages: Expr
-    per_instance: str = ""
+    per_instance: Word = ""
     columns: int = 0
     mbarrier_release: bool = False
     exchange: bool = False
-    metadata_of: str | None = field(default=None, metadata=OPERAND)
+    metadata_of: Ref | None = None
 
 
+@PIPE.op("producer_load pipeline src", result=False)
 @dataclass(frozen=True)
 class ProducerLoad(Op):
     """Load a tile of `src` by TMA into the pipeline's next stage, once that is empty. Elements out of bounds are 0.
@@ -106,20 +102,22 @@ class ProducerLoad(Op):
     group can be, whose place needs none of these scalars.
     """
 
-    pipeline: str = field(metadata=OPERAND)
-    src: Access = field(metadata=OPERAND)
-    page: str | None = field(default=None, metadata=OPERAND)
+    pipeline: Ref
+    src: Access
+    page: Ref | None = None
     early: bool = False
 
 
+@PIPE.op("write_tile_index pipeline", result=False)
 @dataclass(frozen=True)
 class WriteTileIndex(Op):
     """Write the index of the loop's tile from a register to a pipeline of metadata. The load of the tile comes next:
     consumers read the index when that stage is full."""
 
-    pipeline: str = field(metadata=OPERAND)
+    pipeline: Ref
 
 
+@PIPE.op("load_tile_start")
 @dataclass(frozen=True)
 class LoadTileStart(Op):
     """Load where the loop's tile lies in the whole sequence, of which calls have chunks: one number of the call's
@@ -128,6 +126,7 @@ class LoadTileStart(Op):
     type: Type
 
 
+@PIPE.op("write_tile_start pipeline value", result=False)
 @dataclass(frozen=True)
 class WriteTileStart(Op):
     """Write the number that load_tile_start loaded to a pipeline of metadata. The load of the tile comes next.
@@ -136,20 +135,22 @@ class WriteTileStart(Op):
         masked_full_tiles); `always`, for all tiles. Loops of full tiles alone write none for others.
     """
 
-    pipeline: str = field(metadata=OPERAND)
-    value: str = field(metadata=OPERAND)
-    when: str = "always"
+    pipeline: Ref
+    value: Ref
+    when: Word = "always"
 
 
+@PIPE.op("consumer_wait pipeline")
 @dataclass(frozen=True)
 class ConsumerWait(Op):
     """Wait until the pipeline's next stage is full. The result is its tile, which the consumer may read until it
     releases it."""
 
-    pipeline: str = field(metadata=OPERAND)
+    pipeline: Ref
     type: Type
 
 
+@PIPE.op("read_metadata pipeline")
 @dataclass(frozen=True)
 class ReadMetadata(Op):
     """Read the metadata of a tile, a row vector or its index, into registers, after the tile's consumer_wait and before
@@ -159,11 +160,12 @@ class ReadMetadata(Op):
     tile: the tile.
     """
 
-    pipeline: str = field(metadata=OPERAND)
-    tile: str = field(metadata=OPERAND)
+    pipeline: Ref
+    tile: Ref
     type: Type
 
 
+@PIPE.op("read_tile_start pipeline", result=False)
 @dataclass(frozen=True)
 class ReadTileStart(Op):
     """Read where a tile lies in the whole sequence, after the tile's consumer_wait and before its release. The block's
@@ -174,27 +176,30 @@ class ReadTileStart(Op):
     when: as in write_tile_start; for other tiles the number is that of another tile.
     """
 
-    pipeline: str = field(metadata=OPERAND)
-    tile: str = field(metadata=OPERAND)
-    when: str = "always"
+    pipeline: Ref
+    tile: Ref
+    when: Word = "always"
 
 
+@PIPE.op("local_load value")
 @dataclass(frozen=True)
 class LocalLoad(Op):
     """Load a tile that has been waited for from shared memory to registers. A tile with one number per score may be
     transposed to the order of the scores' dimensions."""
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
 
 
+@PIPE.op("consumer_release value", result=False)
 @dataclass(frozen=True)
 class ConsumerRelease(Op):
     """Release a tile: this consumer does not read it again. The stage is empty when all consumers have released it."""
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
 
 
+@PIPE.op("zero_out_of_bounds value", result=False)
 @dataclass(frozen=True)
 class ZeroOutOfBounds(Op):
     """Set the rows of a tile of keys that are past the end of the sequence to 0, because a cache may hold NaN there.
@@ -205,26 +210,29 @@ class ZeroOutOfBounds(Op):
     for data that this one sends later (see exchange-p). The rule `protocol` checks that.
     """
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
 
 
+@PIPE.op("slice_rows value")
 @dataclass(frozen=True)
 class SliceRows(Op):
     """Select the instance's own rows of a tile that has the rows of all instances."""
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
 
 
+@PIPE.op("rematerialize value")
 @dataclass(frozen=True)
 class Rematerialize(Op):
     """Recompute the shared-memory address of a tile that was waited for before the loop, in each iteration, because
     registers are too few to keep it. The tile itself stays where it is."""
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
 
 
+@PIPE.op("producer_store pipeline value", result=False)
 @dataclass(frozen=True)
 class ProducerStore(Op):
     """Write the instance's part of a tile from registers to the pipeline's next stage, which is full when all instances
@@ -239,19 +247,21 @@ class ProducerStore(Op):
     metadata: pipelines of metadata of this one, each with the row vector that is written there.
     """
 
-    pipeline: str = field(metadata=OPERAND)
-    value: str = field(metadata=OPERAND)
-    metadata: Uses = field(default=(), metadata=OPERAND)
+    pipeline: Ref
+    value: Ref
+    metadata: Uses = ()
 
 
+@PIPE.op("producer_tail pipeline", result=False)
 @dataclass(frozen=True)
 class ProducerTail(Op):
     """Wait until every stage of a pipeline is empty. It comes last in the warp group that loads the pipeline, so that
     the CTA does not exit with arrivals pending at a barrier."""
 
-    pipeline: str = field(metadata=OPERAND)
+    pipeline: Ref
 
 
+@PIPE.op("wgmma a b")
 @dataclass(frozen=True)
 class Wgmma(Op):
     """Issue the matrix product of `a` and `b` over the dimension `over`, accumulated in fp32. Products finish in the
@@ -261,13 +271,14 @@ class Wgmma(Op):
     one wait is for both.
     """
 
-    a: str = field(metadata=OPERAND)
-    b: str = field(metadata=OPERAND)
-    over: str
+    a: Ref
+    b: Ref
+    over: Word
     type: Type
-    acc: str | None = field(default=None, metadata=OPERAND)
+    acc: Ref | None = None
 
 
+@PIPE.op("wgmma_wait value")
 @dataclass(frozen=True)
 class WgmmaWait(Op):
     """Wait for a product in flight and return its result.
@@ -276,20 +287,22 @@ class WgmmaWait(Op):
     product whose accumulation it continues.
     """
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
-    keep_alive: tuple[str, ...] = field(default=(), metadata=OPERAND)
+    keep_alive: Refs = ()
 
 
+@PIPE.op("pack value")
 @dataclass(frozen=True)
 class Pack(Op):
     """Cast a value to the element type of q, k and v, two numbers per 32-bit register, at this place in the program:
     the compiler does not sink it to its use, as it would a plain cast."""
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
 
 
+@PIPE.op("convert_layout value")
 @dataclass(frozen=True)
 class ConvertLayout(Op):
     """Convert a value to another register layout without changing it.
@@ -299,11 +312,12 @@ class ConvertLayout(Op):
     operand in registers.
     """
 
-    value: str = field(metadata=OPERAND)
-    to: str
+    value: Ref
+    to: Word
     type: Type
 
 
+@PIPE.op("pin_before_wait value")
 @dataclass(frozen=True)
 class PinBeforeWait(Op):
     """Return `value` unchanged, and keep its computation before the next wgmma_wait. `value` is a row vector, partial
@@ -315,19 +329,21 @@ class PinBeforeWait(Op):
     would be the same.
     """
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
 
 
+@PIPE.op("pin_after_wait value")
 @dataclass(frozen=True)
 class PinAfterWait(Op):
     """Return the row vector `value` unchanged, and keep computations that use it after the preceding wgmma_wait. It is
     a fence against LLVM, which would hoist them above the wait. It is printed as a `mov` in volatile inline PTX."""
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
 
 
+@PIPE.op("softmax_stats s")
 @dataclass(frozen=True)
 class SoftmaxStats(Op):
     """The row part of an online softmax update (see softmax_step): m', alpha, and `base`, the offset that
@@ -337,36 +353,39 @@ class SoftmaxStats(Op):
     shift and guard: as in softmax_step.
     """
 
-    s: str = field(metadata=OPERAND)
-    m: str = field(metadata=OPERAND)
+    s: Ref
+    m: Ref
     type: Type
-    scale: str | None = field(default=None, metadata=OPERAND)
-    guard: str = "partial"
-    shift: str | None = field(default=None, metadata=OPERAND)
+    scale: Ref | None = None
+    guard: Word = "partial"
+    shift: Ref | None = None
 
     def results(self) -> dict[str, Type]:
         return dict.fromkeys(("base", "alpha", "m"), self.type)
 
 
+@PIPE.op("softmax_weights s")
 @dataclass(frozen=True)
 class SoftmaxWeights(Op):
     """Compute the unnormalized weights P of scores: 2^(scale s - base), with one `base` per row."""
 
-    s: str = field(metadata=OPERAND)
-    base: str = field(metadata=OPERAND)
+    s: Ref
+    base: Ref
     type: Type
-    scale: str | None = field(default=None, metadata=OPERAND)
+    scale: Ref | None = None
 
 
+@PIPE.op("partial_reduce value")
 @dataclass(frozen=True)
 class PartialReduce(Op):
     """Sum each row into _PARTIALS partial sums, each over every _PARTIALS-th column. Their sum is the row's sum."""
 
-    value: str = field(metadata=OPERAND)
-    over: str
+    value: Ref
+    over: Word
     type: Type
 
 
+@PIPE.op("scaled_iota value")
 @dataclass(frozen=True)
 class ScaledIota(Op):
     """Compute `value` times the position of each key in its tile, counted from 0. The result is the same in all tiles.
@@ -375,34 +394,37 @@ class ScaledIota(Op):
     layout: two columns for each of four threads), which are recomputed for each tile. Without it, all are recomputed.
     """
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
     kept: bool = False
 
 
+@PIPE.op("split_halves value")
 @dataclass(frozen=True)
 class SplitHalves(Op):
     """Split a value along the dimension `over` into `left`, the lower half of its positions, and `right`. `type` is the
     type of each half."""
 
-    value: str = field(metadata=OPERAND)
-    over: str
+    value: Ref
+    over: Word
     type: Type
 
     def results(self) -> dict[str, Type]:
         return {"left": self.type, "right": self.type}
 
 
+@PIPE.op("concat_halves a b")
 @dataclass(frozen=True)
 class ConcatHalves(Op):
     """Concatenate `a` and `b` along the dimension `over`."""
 
-    a: str = field(metadata=OPERAND)
-    b: str = field(metadata=OPERAND)
-    over: str
+    a: Ref
+    b: Ref
+    over: Word
     type: Type
 
 
+@PIPE.op("tma_store dst value", result=False)
 @dataclass(frozen=True)
 class TmaStore(Op):
     """Write a tile to the instance's stage of a pipeline, from which TMA stores it to `dst` later. The write first
@@ -417,9 +439,9 @@ class TmaStore(Op):
     the next.
     """
 
-    dst: Access = field(metadata=OPERAND)
-    value: str = field(metadata=OPERAND)
-    staging: str = field(metadata=OPERAND)
+    dst: Access
+    value: Ref
+    staging: Ref
     order: Expr | None = None
     recompute: bool = False
 
@@ -428,6 +450,7 @@ class TmaStore(Op):
         return kernel.type_of(self.value).dims == kernel.type_of(self.staging).dims[::-1]
 
 
+@PIPE.op("tma_store_wait staging", result=False)
 @dataclass(frozen=True)
 class TmaStoreWait(Op):
     """Wait until TMA has read, from shared memory, everything that this instance's tma_store ops have written there
@@ -437,52 +460,9 @@ class TmaStoreWait(Op):
     ended, and programs that acquire the semaphore because semaphore_release waits.
     """
 
-    staging: str = field(metadata=OPERAND)
+    staging: Ref
 
 
 def needs_position(op: Op, axis: str) -> bool:
     """True if an op in a loop over an axis depends on the position of the loop's tile."""
     return isinstance(op, DropoutMask) or bool(op.symbols & {axis, f"{axis}_idx", f"{axis}_start"})
-
-
-PIPE_OPS: dict[str, type[Op]] = {
-    "pipeline": Pipeline,
-    "producer_load": ProducerLoad,
-    "write_tile_index": WriteTileIndex,
-    "load_tile_start": LoadTileStart,
-    "write_tile_start": WriteTileStart,
-    "consumer_wait": ConsumerWait,
-    "read_metadata": ReadMetadata,
-    "read_tile_start": ReadTileStart,
-    "local_load": LocalLoad,
-    "consumer_release": ConsumerRelease,
-    "zero_out_of_bounds": ZeroOutOfBounds,
-    "slice_rows": SliceRows,
-    "rematerialize": Rematerialize,
-    "producer_store": ProducerStore,
-    "producer_tail": ProducerTail,
-    "wgmma": Wgmma,
-    "wgmma_wait": WgmmaWait,
-    "pack": Pack,
-    "convert_layout": ConvertLayout,
-    "pin_before_wait": PinBeforeWait,
-    "pin_after_wait": PinAfterWait,
-    "softmax_stats": SoftmaxStats,
-    "softmax_weights": SoftmaxWeights,
-    "partial_reduce": PartialReduce,
-    "scaled_iota": ScaledIota,
-    "split_halves": SplitHalves,
-    "concat_halves": ConcatHalves,
-    "scheduler_barrier": SchedulerBarrier,
-    "semaphore_acquire": SemaphoreAcquire,
-    "semaphore_release": SemaphoreRelease,
-    "tma_store": TmaStore,
-    "tma_store_wait": TmaStoreWait,
-    "work_loop": WorkLoop,
-    "reload_tile": ReloadTile,
-    "prefetch_tile": PrefetchTile,
-    "pipelined_loop": PipelinedLoop,
-}
-PIPE_KIND = {cls: kind for kind, cls in PIPE_OPS.items()}
-ALL_OPS = {**OPS, **PIPE_OPS}
-ALL_KINDS = {**KIND, **PIPE_KIND}

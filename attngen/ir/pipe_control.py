@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from attngen.ir.core import OPERAND, Access, Op, Uses
+from attngen.ir.core import Access
 from attngen.ir.expr import Expr
-from attngen.ir.tile import Loop
+from attngen.ir.fields import BlockName, Ranges, Ref, Uses, Word
+from attngen.ir.op import Dialect, Op
+from attngen.ir.tile import TILE, Loop
 
-Ranges = tuple[tuple[Expr, Expr], ...]
+PIPE = Dialect("pipe", uses=TILE.own.values())
 
 
+@PIPE.op("scheduler_barrier do", result=False)
 @dataclass(frozen=True)
 class SchedulerBarrier(Op):
     """Order the instances of a warp group (ping-pong), by one named barrier per instance.
@@ -26,9 +29,10 @@ class SchedulerBarrier(Op):
       other instances do nothing.
     """
 
-    do: str
+    do: Word
 
 
+@PIPE.op("semaphore_acquire semaphore", result=False)
 @dataclass(frozen=True)
 class SemaphoreAcquire(Op):
     """Wait until the semaphore equals `order`, the number of programs that store or add before this one (see
@@ -39,10 +43,11 @@ class SemaphoreAcquire(Op):
     of all other programs has the same rows, so nobody waits for it.
     """
 
-    semaphore: Access = field(metadata=OPERAND)
+    semaphore: Access
     order: Expr
 
 
+@PIPE.op("semaphore_release semaphore", result=False)
 @dataclass(frozen=True)
 class SemaphoreRelease(Op):
     """Increment the semaphore, so that the next program may store or add (see semaphore_acquire). In a warp-specialized
@@ -53,9 +58,10 @@ class SemaphoreRelease(Op):
     ld.acquire.gpu of semaphore_acquire observes. If four warps release, an `order` of n means 4 n increments.
     """
 
-    semaphore: Access = field(metadata=OPERAND)
+    semaphore: Access
 
 
+@PIPE.op("work_loop pipeline")
 @dataclass(frozen=True)
 class WorkLoop(Op):
     """Run `body` for each work tile (a point of the grid) that the persistent program processes, until none is left.
@@ -69,20 +75,22 @@ class WorkLoop(Op):
     start in order however many programs are resident.
     """
 
-    pipeline: str = field(metadata=OPERAND)
-    of: str
-    body: str
+    pipeline: Ref
+    of: BlockName
+    body: BlockName
     fetches: bool = False
 
 
+@PIPE.op("reload_tile pipeline", result=False)
 @dataclass(frozen=True)
 class ReloadTile(Op):
     """Reload the work tile's coordinates from the stage of the work_loop's pipeline, so that no registers hold them
     while products run."""
 
-    pipeline: str = field(metadata=OPERAND)
+    pipeline: Ref
 
 
+@PIPE.op("prefetch_tile pipeline", result=False)
 @dataclass(frozen=True)
 class PrefetchTile(Op):
     """In the body of the work_loop that fetches: get the next work tile here and compute its scalars (the block `of`),
@@ -91,9 +99,10 @@ class PrefetchTile(Op):
     pipeline: that of the work_loop.
     """
 
-    pipeline: str = field(metadata=OPERAND)
+    pipeline: Ref
 
 
+@PIPE.op("pipelined_loop var")
 @dataclass(frozen=True)
 class PipelinedLoop(Op):
     """A software-pipelined loop over tiles: `first` (the prologue) runs for the first tile, `step` (the steady state)
@@ -133,25 +142,25 @@ class PipelinedLoop(Op):
     partner.
     """
 
-    var: str
+    var: Word
     partial: Ranges
     full: Ranges
-    carry: Uses = field(metadata=OPERAND)
-    first: str = ""
-    step: str = ""
-    last: str = ""
-    listed: str | None = field(default=None, metadata=OPERAND)
+    carry: Uses
+    first: BlockName = ""
+    step: BlockName = ""
+    last: BlockName = ""
+    listed: Ref | None = None
     reversed: bool = False
-    skip: str = ""
+    skip: BlockName = ""
     instance_partial: Ranges = ()
-    tile_indices: str | None = field(default=None, metadata=OPERAND)
+    tile_indices: Ref | None = None
     in_order: bool = False
     recompute: bool = False
     heads: Ranges = ()
     by_tile: bool = False
-    round_robin: str | None = field(default=None, metadata=OPERAND)
-    odd: str = ""
-    pair: str = ""
+    round_robin: Ref | None = None
+    odd: BlockName = ""
+    pair: BlockName = ""
 
     def field_of(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and

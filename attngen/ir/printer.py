@@ -8,30 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 
-from attngen.ir import pipe
-from attngen.ir.codecs import (
-    MASKS,
-    MEANING,
-    SCORES,
-    codecs_of,
-    print_access,
-    print_type,
-)
-from attngen.ir.core import Block, Op
 from attngen.ir.expr_text import to_text
+from attngen.ir.fields import print_access, print_type
 from attngen.ir.grid import GridAxis, KVSplit
-from attngen.ir.host import HOST_KIND, Host
+from attngen.ir.host import Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, DoesNotFit, Meaning, Module
-from attngen.ir.syntax import HEADER, IR_VERSION, POSITIONAL, UNNAMED, WARP_GROUP_WORDS
+from attngen.ir.op import Block, Op
+from attngen.ir.syntax import HEADER, IR_VERSION, MASKS, MEANING, SCORES, WARP_GROUP_WORDS
 
 
 def print_op(op: Op) -> str:
     """One op as one line of text."""
-    kind = pipe.ALL_KINDS.get(type(op)) or HOST_KIND[type(op)]
-    positional = POSITIONAL.get(kind, ())
-    codecs = codecs_of(kind)
-    words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
+    kinds, positional = op.declared.kinds, op.declared.positional
+    words = [op.kind, *(kinds[name].print(getattr(op, name)) for name in positional)]
     for f in fields(op):
         value = getattr(op, f.name)
         if (
@@ -40,9 +30,9 @@ def print_op(op: Op) -> str:
             or (f.default is not MISSING and value == f.default)
         ):
             continue
-        words.append(f"{f.name}({codecs[f.name][0](value)})")
+        words.append(f"{f.name}({kinds[f.name].print(value)})")
     line = " ".join(words)
-    if kind not in UNNAMED:
+    if op.declared.has_result:
         line = f"%{op.name} = {line}"
     return f"{line} : {print_type(op.type)}" if hasattr(op, "type") else line
 
@@ -122,7 +112,7 @@ def _print_config(config: Config | DoesNotFit, backend: str) -> str:
 def _print_meaning(meaning: Meaning, words: dict[str, str]) -> str:
     """The meaning of a mask or of modifiers, after their text: `where(...) known(...)`."""
     given = ((word, getattr(meaning, name)) for word, name in words.items())
-    return " ".join(f"{word}({MEANING[word][0](value)})" for word, value in given if value not in (None, ()))
+    return " ".join(f"{word}({MEANING[word].print(value)})" for word, value in given if value not in (None, ()))
 
 
 def print_module(module: Module) -> str:

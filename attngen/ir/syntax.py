@@ -2,78 +2,9 @@
 
 from __future__ import annotations
 
+from attngen.ir.fields import EXPR, FACTS, Kind
+
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this file only."
-
-# Kind of op -> the fields whose values follow the kind without a name.
-POSITIONAL = {
-    "arg": ("role",),
-    "base": ("src",),
-    "load": ("src",),
-    "cache_length": ("src",),
-    "gather": ("src",),
-    "list_position": ("src",),
-    "count_tiles": ("src",),
-    "init": ("value",),
-    "loop": ("var",),
-    "dot": ("a", "b"),
-    "mask": ("value",),
-    "softmax_step": ("s",),
-    "seed": ("src",),
-    "dropout_mask": ("seed",),
-    "dropout": ("value",),
-    "reduce": ("op", "value"),
-    "scan": ("op", "value"),
-    "store": ("dst", "value"),
-    "scatter": ("dst", "value"),
-    "ordered_add": ("dst", "value"),
-    "ordered_accumulate": ("dst", "value"),
-    "append": ("dst", "value"),
-    "view": ("src",),
-    "copy": ("src",),
-    "launch": ("kernel",),
-    "sum": ("value",),
-    "place": ("value",),
-    "sum_distances": ("value",),
-    "classify_blocks": ("src",),
-    "list_blocks": ("src",),
-    "producer_load": ("pipeline", "src"),
-    "write_tile_index": ("pipeline",),
-    "write_tile_start": ("pipeline", "value"),
-    "read_tile_start": ("pipeline",),
-    "consumer_wait": ("pipeline",),
-    "read_metadata": ("pipeline",),
-    "consumer_release": ("value",),
-    "zero_out_of_bounds": ("value",),
-    "slice_rows": ("value",),
-    "rematerialize": ("value",),
-    "local_load": ("value",),
-    "producer_store": ("pipeline", "value"),
-    "producer_tail": ("pipeline",),
-    "wgmma": ("a", "b"),
-    "wgmma_wait": ("value",),
-    "pack": ("value",),
-    "convert_layout": ("value",),
-    "pin_before_wait": ("value",),
-    "pin_after_wait": ("value",),
-    "softmax_stats": ("s",),
-    "softmax_weights": ("s",),
-    "partial_reduce": ("value",),
-    "scaled_iota": ("value",),
-    "split_halves": ("value",),
-    "deinterleave": ("value",),
-    "interleave": ("a", "b"),
-    "concat_halves": ("a", "b"),
-    "scheduler_barrier": ("do",),
-    "semaphore_acquire": ("semaphore",),
-    "semaphore_release": ("semaphore",),
-    "tma_store": ("dst", "value"),
-    "tma_store_wait": ("staging",),
-    "work_loop": ("pipeline",),
-    "reload_tile": ("pipeline",),
-    "prefetch_tile": ("pipeline",),
-    "pipelined_loop": ("var",),
-}
-
 
 IR_VERSION = 2  # of the text: 1 had other names of ops and fields
 
@@ -97,31 +28,7 @@ HEADER_KEYS = (
 WARP_GROUP_WORDS = ("instances", "rows", "warps", "registers")
 
 
-# Ops without a result, as in `store %O[...] %o`. The parser names them by their position, for the graph.
-UNNAMED = (
-    "yield",
-    "store",
-    "scatter",
-    "ordered_add",
-    "ordered_accumulate",
-    "append",
-    "barrier",
-    "grid_dependency_wait",
-    "launch",
-    "copy",
-    "producer_load",
-    "consumer_release",
-    "zero_out_of_bounds",
-    "producer_store",
-    "producer_tail",
-    "tma_store",
-    "tma_store_wait",
-    "write_tile_index",
-    "write_tile_start",
-    "read_tile_start",
-    "reload_tile",
-    "prefetch_tile",
-    "scheduler_barrier",
-    "semaphore_acquire",
-    "semaphore_release",
-)
+# Words of the header's lines `mask` and `score` -> fields of Meaning.
+MASKS = {"where": "where", "by_key": "by_key", "known": "known"}
+SCORES = {"expr": "score", "sink": "sink"}
+MEANING: dict[str, Kind] = {**dict.fromkeys(("where", "by_key", "expr", "sink"), EXPR), "known": FACTS}

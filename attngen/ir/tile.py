@@ -1,7 +1,6 @@
 """The ops of tile-level kernels.
 
-An op's docstring states its result and the meaning of its fields. Fields marked `operand` are references to other
-values: `name`, or `name.field` for an op with several results. Dimensions are names (`BLOCK_Q`, `BLOCK_KV`, `D_QK`,
+An op's docstring states its result and the meaning of its fields. Dimensions are names (`BLOCK_Q`, `BLOCK_KV`, `D_QK`,
 `D_V`, ...), so dot products and broadcasts are checked by name, not by size.
 """
 
@@ -12,11 +11,16 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.core import OPERAND, Access, Checks, Fact, Op, Type, Uses
+from attngen.ir.core import Access, Type
 from attngen.ir.dims import MEMBER
 from attngen.ir.expr import Bool, Expr
+from attngen.ir.fields import BlockName, Checks, Exprs, Facts, Ranges, Ref, Uses, Word
+from attngen.ir.op import Dialect, Op
+
+TILE = Dialect("tile")
 
 
+@TILE.op("arg role")
 @dataclass(frozen=True)
 class Arg(Op):
     """A parameter of a kernel, of a host program, or of a loop body.
@@ -26,18 +30,20 @@ class Arg(Op):
     reads it back. A `sum` tensor is an accumulator: the host sets it to 0 before the launch, and programs add to it.
     """
 
-    role: str
+    role: Word
     type: Type
 
 
+@TILE.op("base src")
 @dataclass(frozen=True)
 class Base(Op):
     """Compute the pointer to the first row of one (batch, head) of a tensor, in 64-bit arithmetic."""
 
-    src: Access = field(metadata=OPERAND)
+    src: Access
     type: Type
 
 
+@TILE.op("load src")
 @dataclass(frozen=True)
 class Load(Op):
     """Load a tile of the tensor `src`. In a loop, a tile in shared memory has `num_stages` buffers.
@@ -57,26 +63,28 @@ class Load(Op):
     tensor that is not a cache loads it as it is.
     """
 
-    src: Access = field(metadata=OPERAND)
+    src: Access
     type: Type
     check: Checks = ()
     other: Expr = sympy.Integer(0)
-    via: str = ""
-    pages: str | None = field(default=None, metadata=OPERAND)
-    columns_of: str | None = field(default=None, metadata=OPERAND)
-    needed: tuple[tuple[Expr, Expr], ...] = ()
+    via: Word = ""
+    pages: Ref | None = None
+    columns_of: Ref | None = None
+    needed: Ranges = ()
 
 
+@TILE.op("cache_length src")
 @dataclass(frozen=True)
 class CacheLength(Op):
     """Compute the number of keys of the program's sequence in the KV cache: min(Nc, max(0, len[b] + Nn)), where `src`
     is len, the length before the call, `Nn` the number of keys that the call appends, and `Nc` the rows that the cache
     has per sequence. The value is named `Nk`: in kernels without a cache, that is the size with the number of keys."""
 
-    src: Access = field(metadata=OPERAND)
+    src: Access
     type: Type
 
 
+@TILE.op("gather src")
 @dataclass(frozen=True)
 class Gather(Op):
     """Load one element of the tensor `src` for each element of the result, at computed indices.
@@ -85,12 +93,13 @@ class Gather(Op):
     where: condition on each element; the result is 0 where it is false.
     """
 
-    src: Access = field(metadata=OPERAND)
-    uses: Uses = field(metadata=OPERAND)
+    src: Access
+    uses: Uses
     type: Type
     where: Bool = sympy.true
 
 
+@TILE.op("list_position src")
 @dataclass(frozen=True)
 class ListPosition(Op):
     """Compute the position of the tile `tile` in a row of a block list: the number of listed tiles before it. Positions
@@ -103,11 +112,12 @@ class ListPosition(Op):
     of chunks.
     """
 
-    src: str = field(metadata=OPERAND)
+    src: Ref
     tile: Expr
     type: Type
 
 
+@TILE.op("count_tiles src")
 @dataclass(frozen=True)
 class CountTiles(Op):
     """Count the tiles of the program axis whose first row r has src[r] <= most. If data, such as document ids, decides
@@ -117,11 +127,12 @@ class CountTiles(Op):
     tiles before it. Only later tiles are searched.
     """
 
-    src: Access = field(metadata=OPERAND)
+    src: Access
     most: Expr
     type: Type
 
 
+@TILE.op("init value")
 @dataclass(frozen=True)
 class Init(Op):
     """Create a tile filled with one value, such as the initial value of a field that a loop carries."""
@@ -130,6 +141,7 @@ class Init(Op):
     type: Type
 
 
+@TILE.op("loop var")
 @dataclass(frozen=True)
 class Loop(Op):
     """Run `body` for each tile of the ranges, in order. The results are the carried fields after the last iteration.
@@ -150,15 +162,15 @@ class Loop(Op):
     reversed: tiles are visited from the last to the first. Only loops that load tiles for other warp groups have it.
     """
 
-    var: str
-    ranges: tuple[tuple[Expr, Expr], ...]
-    carry: Uses = field(metadata=OPERAND)
-    body: str
-    cls: str = "unknown"
-    tiles: tuple[Expr, ...] = ()
-    listed: str | None = field(default=None, metadata=OPERAND)
+    var: Word
+    ranges: Ranges
+    carry: Uses
+    body: BlockName
+    cls: Word = "unknown"
+    tiles: Exprs = ()
+    listed: Ref | None = None
     recompute: bool = False
-    heads: tuple[tuple[Expr, Expr], ...] = ()
+    heads: Ranges = ()
     by_tile: bool = False
     reversed: bool = False
 
@@ -168,6 +180,7 @@ class Loop(Op):
         return frozenset({self.var, MEMBER} if self.heads else {self.var})
 
 
+@TILE.op("dot a b")
 @dataclass(frozen=True)
 class Dot(Op):
     """Matrix product of `a` and `b` over the dimension `over`, accumulated in fp32.
@@ -176,14 +189,15 @@ class Dot(Op):
     precision: `ieee` or `tf32` for fp32 operands.
     """
 
-    a: str = field(metadata=OPERAND)
-    b: str = field(metadata=OPERAND)
-    over: str
+    a: Ref
+    b: Ref
+    over: Word
     type: Type
-    acc: str | None = field(default=None, metadata=OPERAND)
-    precision: str = ""
+    acc: Ref | None = None
+    precision: Word = ""
 
 
+@TILE.op("map")
 @dataclass(frozen=True)
 class Map(Op):
     """Evaluate an elementwise expression. Operands broadcast by dimension name; an operand with one element per group
@@ -193,11 +207,12 @@ class Map(Op):
     """
 
     expr: Any
-    uses: Uses = field(metadata=OPERAND)
+    uses: Uses
     type: Type
     score: bool = False
 
 
+@TILE.op("mask value")
 @dataclass(frozen=True)
 class Mask(Op):
     """Set scores to -inf where the condition `where` is false.
@@ -210,15 +225,16 @@ class Mask(Op):
     it is false, `where` holds for all pairs of the tile.
     """
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     where: Bool
-    uses: Uses = field(metadata=OPERAND)
+    uses: Uses
     type: Type
-    known: tuple[Fact, ...] = ()
-    when: str = "partial"
+    known: Facts = ()
+    when: Word = "partial"
     unswitch: Bool | None = None
 
 
+@TILE.op("softmax_step s")
 @dataclass(frozen=True)
 class SoftmaxStep(Op):
     """One online softmax update in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Algorithm 1): m' = max(m,
@@ -229,12 +245,12 @@ class SoftmaxStep(Op):
     guard: where rows that have seen no key yet (m' = -inf) are kept free of NaN: `always`, or in `partial` loops.
     """
 
-    s: str = field(metadata=OPERAND)
-    m: str = field(metadata=OPERAND)
+    s: Ref
+    m: Ref
     type: Type
-    scale: str | None = field(default=None, metadata=OPERAND)
-    guard: str = "partial"
-    shift: str | None = field(default=None, metadata=OPERAND)
+    scale: Ref | None = None
+    guard: Word = "partial"
+    shift: Ref | None = None
     # Names of variables that the op defines where it is printed. No other value may have them (rule `names`).
     FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "m_seen")
 
@@ -243,15 +259,17 @@ class SoftmaxStep(Op):
         return {"p": self.type, "alpha": row, "m": row}
 
 
+@TILE.op("seed src")
 @dataclass(frozen=True)
 class Seed(Op):
     """Load the seed of dropout's random numbers from memory. Kernels with dropout are also compiled without it, for
     calls whose dropout_p is 0: then this op, dropout_mask and dropout do nothing."""
 
-    src: str = field(metadata=OPERAND)
+    src: Ref
     type: Type
 
 
+@TILE.op("dropout_mask seed")
 @dataclass(frozen=True)
 class DropoutMask(Op):
     """Generate the dropout mask of a tile: Philox random numbers keyed on (seed, b, query head, q_idx, kv_idx). A score
@@ -260,77 +278,84 @@ class DropoutMask(Op):
     head: the query head.
     """
 
-    seed: str = field(metadata=OPERAND)
-    threshold: str = field(metadata=OPERAND)
+    seed: Ref
+    threshold: Ref
     head: Expr
     type: Type
 
 
+@TILE.op("dropout value")
 @dataclass(frozen=True)
 class Dropout(Op):
     """Set `value` to zero where the mask `keep` is false. Sums of the results are later multiplied by
     1 / (1 - dropout_p)."""
 
-    value: str = field(metadata=OPERAND)
-    keep: str = field(metadata=OPERAND)
+    value: Ref
+    keep: Ref
     type: Type
 
 
+@TILE.op("reduce op value")
 @dataclass(frozen=True)
 class Reduce(Op):
     """Reduce the dimension `over` by `op`: `sum`, `min` or `max`. If the result has a dimension of groups of these
     columns, each group is reduced separately."""
 
-    value: str = field(metadata=OPERAND)
-    op: str
-    over: str
+    value: Ref
+    op: Word
+    over: Word
     type: Type
 
 
+@TILE.op("scan op value")
 @dataclass(frozen=True)
 class Scan(Op):
     """Inclusive scan along the dimension `over`. `op` is `max`, the only one: each element becomes the maximum of
     itself and all elements before it."""
 
-    value: str = field(metadata=OPERAND)
-    op: str
-    over: str
+    value: Ref
+    op: Word
+    over: Word
     type: Type
 
 
 HALVES = ("even", "odd")  # columns of a tile
 
 
+@TILE.op("deinterleave value")
 @dataclass(frozen=True)
 class Deinterleave(Op):
     """Split a tile into its even and its odd columns, the results `even` and `odd`. For a tile of `fp8_e4m3x2` (two
     e4m3 numbers of adjacent columns in 16 bits) these are the first and the second number of each pair, in fp16."""
 
-    value: str = field(metadata=OPERAND)
+    value: Ref
     type: Type
 
     def results(self) -> dict[str, Type]:
         return dict.fromkeys(HALVES, self.type)
 
 
+@TILE.op("interleave a b")
 @dataclass(frozen=True)
 class Interleave(Op):
     """Interleave two tiles: `a` becomes the even columns of the result and `b` the odd ones. If the result is
     `fp8_e4m3x2`, numbers are rounded to nearest even and saturate at the largest finite number."""
 
-    a: str = field(metadata=OPERAND)
-    b: str = field(metadata=OPERAND)
+    a: Ref
+    b: Ref
     type: Type
 
 
+@TILE.op("yield", result=False)
 @dataclass(frozen=True)
 class Yield(Op):
     """End a block: `values` are the carried fields of a loop's next iteration, or the results of a host program's
     block."""
 
-    values: Uses = field(metadata=OPERAND)
+    values: Uses
 
 
+@TILE.op("store dst value", result=False)
 @dataclass(frozen=True)
 class Store(Op):
     """Store a tile to `dst`.
@@ -341,13 +366,14 @@ class Store(Op):
     first_along: an axis of the grid; only the first program along it stores the tile.
     """
 
-    dst: Access = field(metadata=OPERAND)
-    value: str = field(metadata=OPERAND)
+    dst: Access
+    value: Ref
     check: Checks = ()
-    by: str = ""
-    first_along: str = field(default="", kw_only=True)
+    by: Word = ""
+    first_along: Word = field(default="", kw_only=True)
 
 
+@TILE.op("scatter dst value", result=False)
 @dataclass(frozen=True)
 class Scatter(Op):
     """Store each element of `value` to an element of a tensor at computed indices, where the condition `where` holds.
@@ -357,13 +383,14 @@ class Scatter(Op):
     element has one writer.
     """
 
-    dst: Access = field(metadata=OPERAND)
-    value: str = field(metadata=OPERAND)
-    uses: Uses = field(metadata=OPERAND)
+    dst: Access
+    value: Ref
+    uses: Uses
     where: Bool = sympy.true
-    op: str = "add"
+    op: Word = "add"
 
 
+@TILE.op("ordered_add dst value", result=False)
 @dataclass(frozen=True)
 class OrderedAdd(Store):
     """Add a tile to a tile in device memory to which several programs add in a fixed order, so that the sums have the
@@ -375,10 +402,11 @@ class OrderedAdd(Store):
     order: the number of programs that add before this one.
     """
 
-    semaphore: Access | None = field(default=None, metadata=OPERAND)
+    semaphore: Access | None = None
     order: Expr | None = None
 
 
+@TILE.op("ordered_accumulate dst value", result=False)
 @dataclass(frozen=True)
 class OrderedAccumulate(Store):
     """Add a tile to the sum that earlier programs have stored at the same place, and store the new sum, in the fixed
@@ -390,11 +418,12 @@ class OrderedAccumulate(Store):
     ends: set on the last of these tiles, after which the semaphore is incremented.
     """
 
-    semaphore: Access | None = field(default=None, metadata=OPERAND)
+    semaphore: Access | None = None
     order: Expr | None = None
     ends: bool = False
 
 
+@TILE.op("append dst value", result=False)
 @dataclass(frozen=True)
 class Append(Store):
     """Store the rows of a tile in a cache: row i becomes row `rows[i]` of its sequence, unless the sequence has no room
@@ -403,50 +432,19 @@ class Append(Store):
     pages: as in Load; row i goes to the page whose number `pages` has for it.
     """
 
-    rows: str = field(default="", metadata=OPERAND)
-    pages: str | None = field(default=None, metadata=OPERAND)
+    rows: Ref = ""
+    pages: Ref | None = None
 
 
+@TILE.op("barrier", result=False)
 @dataclass(frozen=True)
 class Barrier(Op):
     """Barrier of all threads of the program (`__syncthreads`). Loads after it see the program's earlier stores, and
     none is hoisted above it."""
 
 
+@TILE.op("grid_dependency_wait", result=False)
 @dataclass(frozen=True)
 class GridDependencyWait(Op):
     """Wait until all programs of the previous launch have ended (programmatic dependent launch). Loads after it see the
     stores of these programs."""
-
-
-OPS: dict[str, type[Op]] = {
-    "arg": Arg,
-    "base": Base,
-    "load": Load,
-    "cache_length": CacheLength,
-    "gather": Gather,
-    "list_position": ListPosition,
-    "count_tiles": CountTiles,
-    "init": Init,
-    "loop": Loop,
-    "dot": Dot,
-    "map": Map,
-    "mask": Mask,
-    "softmax_step": SoftmaxStep,
-    "seed": Seed,
-    "dropout_mask": DropoutMask,
-    "dropout": Dropout,
-    "reduce": Reduce,
-    "scan": Scan,
-    "deinterleave": Deinterleave,
-    "interleave": Interleave,
-    "yield": Yield,
-    "store": Store,
-    "scatter": Scatter,
-    "ordered_add": OrderedAdd,
-    "ordered_accumulate": OrderedAccumulate,
-    "append": Append,
-    "barrier": Barrier,
-    "grid_dependency_wait": GridDependencyWait,
-}
-KIND = {cls: kind for kind, cls in OPS.items()}

@@ -39,7 +39,7 @@ def _kernel(kernel: Kernel) -> list[str]:
         for op in block.ops:
             space = next((t.space for t in op.results().values()), "reg")
             label = print_op(op).split(" : ")[0].replace("\\", "\\\\").replace('"', '\\"')
-            style = f'fillcolor="{COLOURS[space]}", tooltip="{pipe.ALL_KINDS[type(op)]}"'
+            style = f'fillcolor="{COLOURS[space]}", tooltip="{op.kind}"'
             lines.append(f'      {node(op.name)} [label="{label}", {style}];')
         lines.append("    }")
     lines.append("  }")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from attngen.errors import AttngenError
 from attngen.ir import pipe, tile
-from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.report.charts import Drawing, Shape, path, rect, text
 from attngen.report.environment import SCHEMES, colours
 from attngen.report.launches import GROUPS

@@ -19,12 +19,12 @@ from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import If, Launch
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.ir.split_axes import whole_range
 from attngen.lowering.pipeline import unspecialized
 from attngen.report.charts import UNLISTED

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Op
 from attngen.ir.kernel import Kernel
+from attngen.ir.op import Op
 
 MATMULS = (tile.Dot, pipe.Wgmma)
 # (what the scores are, the kind of dimension over which they are multiplied) -> (result, product)

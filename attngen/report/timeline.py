@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from attngen.interp.numeric import compiled
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, Op, WarpGroup, only
 from attngen.ir.expr import exp2
 from attngen.ir.kernel import Kernel
+from attngen.ir.op import Block, Op, WarpGroup, only
 from attngen.report.products import Products
 
 PRODUCT, COPY, SOFTMAX = 4, 6, 6  # steps

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from attngen.ir import pipe
 from attngen.ir.expr import Expr, symbol
+from attngen.ir.fields import Ranges
 from attngen.ir.kernel import Kernel
 
 ROWS_START = symbol("q_start")
 
 
 def instance_bounds(
-    kernel: Kernel, partial: pipe.Ranges, full: pipe.Ranges, listed: str | None = None
+    kernel: Kernel, partial: Ranges, full: Ranges, listed: str | None = None
 ) -> tuple[Expr, Expr] | None:
     """Return the start and end of the loop's tiles that are partial for the rows of one instance.
 

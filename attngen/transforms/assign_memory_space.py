@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.ir import tile
-from attngen.ir.core import TENSORS, Op
+from attngen.ir.core import TENSORS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op
 from attngen.transforms.base import Pass
 
 

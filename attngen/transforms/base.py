@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.ir import tile
-from attngen.ir.core import Checks, Op
 from attngen.ir.dims import AXIS_DIM, PADDED
+from attngen.ir.fields import Checks
 from attngen.ir.module import Module
+from attngen.ir.op import Op
 
 
 @dataclass(frozen=True)

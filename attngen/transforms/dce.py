@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.transforms.base import Pass
 
 

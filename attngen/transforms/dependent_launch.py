@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.ir import tile
-from attngen.ir.core import Op
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op
 from attngen.transforms.base import Pass
 
 

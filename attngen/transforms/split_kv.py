@@ -30,10 +30,11 @@ import sympy
 
 from attngen.heuristics import UNIT
 from attngen.ir import tile
-from attngen.ir.core import Access, Op, Type, only
+from attngen.ir.core import Access, Type
 from attngen.ir.expr import Expr, flattened, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.tiles.tiles import visited
 from attngen.transforms.base import Pass
 

@@ -29,12 +29,13 @@ import networkx as nx
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import Access, Op, Type, only
+from attngen.ir.core import Access, Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, first_row
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
 from attngen.ir.names import block_lists
+from attngen.ir.op import Op, only
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import with_rows
 from attngen.tiles.ranges import rows_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import TENSORS, Op, Type, only
+from attngen.ir.core import TENSORS, Type
 from attngen.ir.dims import AXIS_DIM, SPLIT_DIM, WHOLE, dimension
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol
 from attngen.ir.expr_text import to_text
@@ -29,6 +29,7 @@ from attngen.ir.names import (
     of_sequence,
     tensor_dtype,
 )
+from attngen.ir.op import Op, only
 from attngen.ir.prove import prove_le
 from attngen.ir.split_kv import max_work_items
 from attngen.tiles.launches import rows_are_aligned

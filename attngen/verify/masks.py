@@ -8,11 +8,11 @@ from functools import cache
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.expr import Bool, conjuncts
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.tiles.intervals import implies
 from attngen.verify.algebra import alike, normal, same
 from attngen.verify.scores import softmaxes

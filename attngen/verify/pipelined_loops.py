@@ -8,10 +8,10 @@ from typing import Any
 
 from attngen.interp.numeric import compiled
 from attngen.ir import pipe, tile
-from attngen.ir.core import only
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.tiles.order import whole_range
 from attngen.tiles.warp_groups import instance_bounds
 

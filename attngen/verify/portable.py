@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Op, only
 from attngen.ir.dims import SIDES
 from attngen.ir.expr_text import to_text
+from attngen.ir.fields import Ranges
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.tiles.order import order_ops
 from attngen.verify.caches import of_all_columns, page_of, places
 
@@ -154,7 +155,7 @@ def _target(kernel: Kernel, op: tile.Load | pipe.TmaStore | tile.Store) -> tuple
     return tensor.name, index
 
 
-def _runs(op: Op) -> Iterator[tuple[str, pipe.Ranges, str | None, tuple[pipe.Ranges, bool], tuple[bool, bool]]]:
+def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, tuple[Ranges, bool], tuple[bool, bool]]]:
     """The tiles of a loop, by class: (class, ranges, list, heads and whether all heads run at each tile, whether tiles
     are reversed and whether they are visited in order)."""
     if isinstance(op, tile.Loop):

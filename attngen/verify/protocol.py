@@ -50,9 +50,9 @@ from collections.abc import Iterable, Iterator
 
 from attngen.interp.numeric import compiled
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Block, Op, only
 from attngen.verify.automata import Protocol, Step, TileLoop, WarpGroupSteps
 from attngen.verify.machine import violation
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from attngen.devices import CLASSES
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.tiles.sizes import elem_sizes
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import networkx as nx
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 
 
 def defined_in_scope(module: Module, kernel: Kernel) -> Iterator[str]:

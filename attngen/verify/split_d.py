@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from attngen.heuristics import LEAST_SHARED
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.dims import AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of
 from attngen.ir.expr import cdiv, conjuncts, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import only
 from attngen.tiles.sizes import tile_width
 
 

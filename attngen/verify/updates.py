@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 
 
 def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:

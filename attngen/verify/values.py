@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import Access, Op, Type, only
+from attngen.ir.core import Access, Type
 from attngen.ir.dims import AXIS_EXTENT, dimension
 from attngen.ir.expr import Bool, Expr, conjuncts, floordiv, mod, select, span, symbol
 from attngen.ir.expr_text import to_text
@@ -24,6 +24,7 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module, Read
 from attngen.ir.names import SCALES
+from attngen.ir.op import Op, only
 from attngen.verify.algebra import normal
 
 PRODUCT = symbol("s")

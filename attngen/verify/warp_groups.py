@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from attngen.devices import CLASSES
 from attngen.ir import pipe
-from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.tiles.launches import groups, lane_registers
 
 

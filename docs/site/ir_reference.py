@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 from attngen.builders import build_module
 from attngen.errors import suggest
 from attngen.ir import pipe, tile
-from attngen.ir.core import Access, Block, Op, Type, WarpGroup
+from attngen.ir.core import Access, Type
 from attngen.ir.grid import GridAxis, KVSplit
-from attngen.ir.host import HOST_OPS, Host
+from attngen.ir.host import HOST, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Cache, Config, Derived, Input, InputGradient, Meaning, Module, Read
+from attngen.ir.op import Block, Op, WarpGroup
 from attngen.lowering.pipeline import passes
 from attngen.spec import make_spec
 from attngen.verify import rules, warp_specialized_rules
@@ -39,9 +40,9 @@ STRUCTURES: dict[str, tuple[type, ...]] = {
     "Schedules": (Config,),
 }
 OPS_BY_LEVEL: dict[str, Mapping[str, type[Op]]] = {
-    "Ops of kernels": tile.OPS,
-    "Ops of warp-specialized kernels": pipe.PIPE_OPS,
-    "Ops of host programs": {kind: cls for kind, cls in HOST_OPS.items() if kind not in tile.OPS},
+    "Ops of kernels": tile.TILE.own,
+    "Ops of warp-specialized kernels": pipe.PIPE.own,
+    "Ops of host programs": HOST.own,
 }
 OF_WARP_SPECIALIZED, OF_HOST = "warp-specialized kernels", "host programs"
 FIRST_EXAMPLE = "causal_gqa"  # the module in which examples of ops are looked for first
@@ -133,11 +134,13 @@ def _of_module(cls: type) -> str:
 
 def _fields(cls: type) -> str:
     """The fields of a dataclass; operands have a percent sign, as values do in text."""
-    return ", ".join(_field(f) for f in fields(cls) if f.name != "name" or not issubclass(cls, Op))
+    operands = [name for name, _ in cls.declared.operands] if issubclass(cls, Op) else []
+    named = (f for f in fields(cls) if f.name != "name" or not issubclass(cls, Op))
+    return ", ".join(_field(f, f.name in operands) for f in named)
 
 
-def _field(f: Field[Any]) -> str:
-    name = f"%{f.name}" if f.metadata.get("operand") else f.name
+def _field(f: Field[Any], operand: bool) -> str:
+    name = f"%{f.name}" if operand else f.name
     optional = f.default is not MISSING or f.default_factory is not MISSING
     return f"[{name}]" if optional else name
 

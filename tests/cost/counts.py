@@ -12,10 +12,11 @@ import numpy as np
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import Access, Op, Type
+from attngen.ir.core import Access, Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import Expr
 from attngen.ir.kernel import Kernel
+from attngen.ir.op import Op
 
 FUNCTIONS = {
     "floordiv": lambda a, b: a // b,

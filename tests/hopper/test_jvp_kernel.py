@@ -17,9 +17,9 @@ from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
 from attngen.interp.warp_groups import WarpSpecializedLaunch
 from attngen.ir import pipe, tile
-from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.lowering.pipeline import lower, specialize, stages, unspecialized
 from attngen.spec import Spec, make_spec
 from attngen.targets.hopper.configs.common import smem_limit

@@ -10,9 +10,9 @@ import pytest
 
 from attngen.errors import IRError, VerifyError
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.expr_text import to_text
 from attngen.ir.module import Module
+from attngen.ir.op import only
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.transforms.split_loops import SplitLoops

@@ -7,9 +7,9 @@ import sympy
 
 from attngen.errors import VerifyError
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.expr import conjuncts, symbol
 from attngen.ir.expr_text import parse, to_text
+from attngen.ir.op import only
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.transforms.simplify import Simplify, simplify_condition

@@ -10,7 +10,7 @@ from attngen.conformance.cases import Case, heads_for
 from attngen.conformance.harness import run_case
 from attngen.errors import VerifyError
 from attngen.ir import tile
-from attngen.ir.core import only
+from attngen.ir.op import only
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

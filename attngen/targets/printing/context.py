@@ -12,11 +12,12 @@ from typing import Any
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import Access, Op, only
+from attngen.ir.core import Access
 from attngen.ir.dims import AXIS_DIM, GROUPED, TILED
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import symbol
 from attngen.ir.names import SIZES, STATISTICS, stride_names
+from attngen.ir.op import Op, only
 from attngen.targets.printing.memory_views import applies, in_range
 from attngen.targets.printing.program_views import ProgramContext
 from attngen.targets.printing.split_kv import split_args
@@ -84,11 +85,11 @@ class KernelContext(ProgramContext):
         for op in self.kernel.walk(name):
             if isinstance(op, tile.Arg) or self._idle(op, cls):
                 continue
-            text = getattr(self, f"_{tile.KIND[type(op)]}")(op, cls)
+            text = getattr(self, f"_{op.kind}")(op, cls)
             body = self.block(op.body, op.cls) if isinstance(op, tile.Loop) else []
             if isinstance(op, tile.Loop):
                 self._loop_header(op, text, body)
-            nodes.append(Node(tile.KIND[type(op)], text, body))
+            nodes.append(Node(op.kind, text, body))
         return gathered(nodes)
 
     def _idle(self, op: Op, cls: str) -> bool:

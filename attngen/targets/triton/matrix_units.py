@@ -7,9 +7,9 @@ from typing import TypeGuard
 
 from attngen.devices import CLASSES
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import Op, only
 from attngen.tiles.sizes import mode, sizes
 
 MFMA_ROWS = 32  # rows of the largest matrix instruction of gfx942

@@ -7,8 +7,8 @@ named barrier, or, in pipelines with `mbarrier_release`, by a second mbarrier th
 from __future__ import annotations
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, only
 from attngen.ir.kernel import Kernel
+from attngen.ir.op import Block, only
 
 EXCHANGING = 2  # warp groups that exchange tiles of P through a pipeline
 

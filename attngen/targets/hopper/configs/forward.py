@@ -7,9 +7,9 @@ from itertools import product
 
 from attngen.heuristics import SHORT_ROWS
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import only
 from attngen.targets.hopper.configs.common import (
     FEW_ROWS,
     LIGHT_OPS,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from sympy.core.relational import Relational
 
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.expr import Bool
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import only
 from attngen.targets.hopper.configs.common import (
     LIGHT_OPS,
     MEDIUM,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import only
 from attngen.targets.hopper.configs.common import MEDIUM, NARROW, infeasible_in_any_family, ops_per_score
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.sm90 import DEVICE, FUSED, NAME, ROWS

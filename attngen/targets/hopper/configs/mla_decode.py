@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attngen.ir import tile
-from attngen.ir.core import only
 from attngen.ir.dims import SIDES
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import only
 from attngen.targets.hopper.configs.common import (
     LIGHT_OPS,
     has_positional_modifier,

@@ -4,10 +4,10 @@ each tile that it fetches."""
 from __future__ import annotations
 
 from attngen.ir import pipe
-from attngen.ir.core import only
 from attngen.ir.dims import AXIS_DIM, first_row
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
 from attngen.ir.kernel import Kernel
+from attngen.ir.op import only
 
 WORK_STAGES = 2  # of the pipeline of work tiles
 

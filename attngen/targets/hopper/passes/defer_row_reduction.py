@@ -30,10 +30,11 @@ from typing import Any, ClassVar
 import sympy
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Op, Type, only
+from attngen.ir.core import Type
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.targets.hopper.configs.families import with_forward, with_jvp, with_mla_decode
 from attngen.transforms.base import Pass
 

@@ -21,9 +21,9 @@ from itertools import takewhile
 from typing import ClassVar
 
 from attngen.ir import pipe
-from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 

@@ -21,10 +21,10 @@ from typing import ClassVar
 import sympy
 
 from attngen.ir import tile
-from attngen.ir.core import Op, only
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.targets.hopper.configs.families import with_fused_backward, with_separate_backward
 from attngen.transforms.base import Pass
 

@@ -59,9 +59,10 @@ from typing import ClassVar
 import sympy
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, Op, Type, only
+from attngen.ir.core import Type
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Block, Op, only
 from attngen.targets.hopper.configs import jvp
 from attngen.targets.hopper.configs.families import with_forward, with_fused_backward, with_jvp, with_mla_decode
 from attngen.targets.hopper.configs.forward_schedule import persistent_q_stages

@@ -40,9 +40,9 @@ from typing import ClassVar
 import networkx as nx
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Op, only
 from attngen.targets.hopper.configs.common import ops_per_score
 from attngen.targets.hopper.configs.families import with_fused_backward, with_separate_backward
 from attngen.targets.hopper.configs.fused_backward import is_wide, issues_dp_late

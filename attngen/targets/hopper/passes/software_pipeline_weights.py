@@ -25,9 +25,9 @@ from typing import ClassVar
 import networkx as nx
 
 from attngen.ir import pipe
-from attngen.ir.core import Block, Op, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Block, Op, only
 from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.transforms.base import Pass
 

@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, Op, only
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Block, Op, only
 from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.transforms.base import Pass
 

@@ -33,10 +33,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, Op, Type, only
+from attngen.ir.core import Type
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
+from attngen.ir.op import Block, Op, only
 from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 

@@ -49,9 +49,9 @@ from typing import ClassVar
 
 from attngen.errors import BuildError
 from attngen.ir import tile
-from attngen.ir.core import Block, WarpGroup, only
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import Block, WarpGroup, only
 from attngen.targets.common.base import Choose, Specialization
 from attngen.targets.hopper.configs.common import is_shared
 from attngen.targets.hopper.configs.forward_schedule import ctas_per_sm

@@ -7,8 +7,8 @@ Every string in a view is ready to print. Expressions are printed as for Triton:
 from __future__ import annotations
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, Op, only
 from attngen.ir.dims import AXIS_DIM
+from attngen.ir.op import Block, Op, only
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.targets.hopper.printing.loop_views import gluon
 from attngen.targets.hopper.printing.views import WarpSpecializedView
@@ -118,7 +118,7 @@ class WarpSpecializedContext(WarpGroupContext):
         for op in self.kernel.block(name).ops:
             if isinstance(op, (tile.Arg, pipe.Pipeline)) or self._idle(op, cls) or self._is_silent(op):
                 continue
-            kind = pipe.ALL_KINDS[type(op)]
+            kind = op.kind
             text = self._wgmma_wait(op, name) if isinstance(op, pipe.WgmmaWait) else getattr(self, f"_{kind}")(op, cls)
             body = self.block(op.body, op.cls) if isinstance(op, tile.Loop) else []
             if isinstance(op, tile.Loop):

@@ -9,9 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from attngen.ir import pipe
-from attngen.ir.core import Block, Op, only
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
+from attngen.ir.fields import Ranges
 from attngen.ir.grid import SPLIT_SYMBOLS
+from attngen.ir.op import Block, Op, only
 from attngen.targets.hopper.configs.barriers import zeroing_warp_groups
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
 from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS, THREADS
@@ -204,7 +205,7 @@ class ExchangeContext(LoopContext):
             lines = [*before, *after, f"{tile} = gl.where({at} < partial_tiles, {partial_tile}, {full_tile})"]
         return [*lines, *self._tile_position(op.var, tile, words)]
 
-    def _tile_at(self, ranges: pipe.Ranges, at: str, name: str) -> tuple[str, list[str]]:
+    def _tile_at(self, ranges: Ranges, at: str, name: str) -> tuple[str, list[str]]:
         """The tile at a position in concatenated ranges, and the lines before it, which set `name` if there are
         several ranges."""
         if not ranges:

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, only
 from attngen.ir.dims import AXIS_DIM, SIDES
 from attngen.ir.names import stride_names
+from attngen.ir.op import Block, only
 from attngen.targets.hopper.configs.barriers import is_reused
 from attngen.targets.hopper.configs.work_tiles import tile_coordinates, tile_metadata
 from attngen.targets.hopper.printing.exchange_views import HALF

@@ -9,10 +9,10 @@ from typing import Any
 import sympy
 
 from attngen.ir import pipe, tile
-from attngen.ir.core import Block, only
 from attngen.ir.expr import exp2
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
+from attngen.ir.op import Block, only
 from attngen.targets.common.base import CompileReport
 from attngen.targets.hopper.configs.barriers import mma_warp_groups
 from attngen.targets.hopper.configs.common import overlaps_softmax, smem_limit
