@@ -18,8 +18,7 @@ from attngen.conformance.derive import function
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
 from attngen.interp.warp_groups import WarpSpecializedLaunch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module
 from attngen.runtime.blocks import blocks_of_call
 from attngen.spec import Spec, make_spec
 from tests.helpers import stages_of, use_fused

@@ -20,7 +20,7 @@ from typing import Any
 
 from attngen.certify.certificate import chosen
 from attngen.devices import CLASSES, FALLBACK_CUDA
-from attngen.ir.module import Config
+from attngen.ir import Config
 from attngen.ir.parser import parse_module
 from attngen.targets.common.ahead import compile_each, compiled
 from attngen.targets.registry import maker_of

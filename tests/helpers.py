@@ -20,11 +20,8 @@ import torch
 from attngen.cache import fingerprint
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.ir import tile
-from attngen.ir.expr import select, symbol
+from attngen.ir import Config, Meaning, Module, Op, only, select, symbol, tile
 from attngen.ir.host import If
-from attngen.ir.module import Config, Meaning, Module
-from attngen.ir.op import Op, only
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering import pipeline

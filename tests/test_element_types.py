@@ -27,9 +27,8 @@ from attngen.devices import CLASSES, DEVICES
 from attngen.errors import SpecError, VerifyError
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE, SINGLE
+from attngen.ir import Module, cdiv, symbol
 from attngen.ir.dtypes import ELEMENTS, Element, result_type
-from attngen.ir.expr import cdiv, symbol
-from attngen.ir.module import Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import stages

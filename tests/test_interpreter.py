@@ -19,7 +19,7 @@ from attngen.conformance.cases import make_inputs
 from attngen.conformance.harness import load_module
 from attngen.conformance.kv_cache import CacheCase, run_cache_case
 from attngen.conformance.result import KEYS
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from tests.conftest import CUDA

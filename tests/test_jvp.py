@@ -16,8 +16,7 @@ from attngen.conformance.cases import Case, heads_for, make_inputs, torch_dtype
 from attngen.conformance.harness import run_case
 from attngen.conformance.oracle import naive_attention, reference_mask, relative_error
 from attngen.errors import SpecError, VerifyError
-from attngen.ir import tile
-from attngen.ir.op import only
+from attngen.ir import only, tile
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.spec import make_spec

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from attngen.ir.expr import FUNCTIONS, symbol
-from attngen.ir.expr_text import parse, to_text
+from attngen.ir import FUNCTIONS, parse, symbol, to_text
 from attngen.ir.names import CALLED
 from attngen.lang.evaluate import evaluate
 from attngen.lang.expression import Expression, parse_mask, parse_score

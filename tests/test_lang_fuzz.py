@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attngen.ir.expr_text import to_text
+from attngen.ir import to_text
 from attngen.lang.expression import parse_mask, parse_score
 from attngen.lang.grammar import LangError
 from attngen.lang.limits import MAX_TEXT

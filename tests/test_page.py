@@ -24,10 +24,7 @@ from attngen.codegen.signature import signatures
 from attngen.cost.calls import ranges
 from attngen.cost.roofline import Problem
 from attngen.devices import DEVICES
-from attngen.ir import tile
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import parse
-from attngen.ir.module import Module
+from attngen.ir import Module, parse, symbol, tile
 from attngen.ir.printer import print_module
 from attngen.ir.sizes import Sizes
 from attngen.lowering.pipeline import lower, stages

@@ -22,8 +22,7 @@ import torch
 
 from attngen.builders.semantics import S, derivative, shared, whole_numbers
 from attngen.errors import SpecError
-from attngen.ir.expr import FUNCTIONS, clamp, exp2, floordiv, log2, mod, select, sigmoid, symbol
-from attngen.ir.expr_text import parse, to_text
+from attngen.ir import FUNCTIONS, clamp, exp2, floordiv, log2, mod, parse, select, sigmoid, symbol, to_text
 from attngen.ir.sizes import Sizes
 from attngen.spec import Spec, make_spec
 from attngen.transforms.exp2_softmax import in_base_two

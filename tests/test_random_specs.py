@@ -30,7 +30,7 @@ from attngen.conformance.harness import load_module, run_case
 from attngen.conformance.kv_cache import CacheCase, run_cache_case
 from attngen.conformance.result import Result
 from attngen.errors import SpecError, VerifyError
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.parser import parse_module
 from attngen.spec import Spec, load_spec, make_spec
 from attngen.verify import verify

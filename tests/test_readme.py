@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.parser import parse_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import parse_spec

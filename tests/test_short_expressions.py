@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 
-from attngen.ir import prove
-from attngen.ir.expr_text import parse
+from attngen.ir import parse, prove
 from attngen.ir.prove import MOST_STEPS, prove_le
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec

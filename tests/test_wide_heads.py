@@ -23,8 +23,7 @@ from attngen.cost.split_d import split_d_costs
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.tiles.sizes import block_d_choices, tile_width

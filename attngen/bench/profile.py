@@ -24,9 +24,8 @@ from attngen.cost.io import Traffic, dram_bytes, l2_bytes, left_in_cache, standa
 from attngen.cost.roofline import Problem, chip, config_for, rows_of_call, values
 from attngen.devices import DEVICES, Device, class_of
 from attngen.errors import AttngenError, FitError, SpecError
+from attngen.ir import Kernel, Module
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec
 from attngen.tiles.tiles import evaluate

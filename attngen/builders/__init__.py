@@ -20,9 +20,8 @@ from attngen.builders.row_statistics import build_delta
 from attngen.builders.semantics import listed_blocks, meaning
 from attngen.builders.serving import add_cache
 from attngen.errors import BuildError
+from attngen.ir import DEFAULT_BACKEND, Blocks, Kernel, Module
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import DEFAULT_BACKEND, Blocks, Module
 from attngen.spec import Spec
 
 Build = Callable[[Spec], Kernel]

@@ -18,13 +18,8 @@ from attngen.builders.row_statistics import gradient_lengths, load_outputs, stor
 from attngen.builders.semantics import S, derivative, exact_sums, listed_blocks, named_by, varies, without_common
 from attngen.builders.signature import Signature, with_stats
 from attngen.heuristics import WIDEST_FUSED
-from attngen.ir import tile
-from attngen.ir.core import Access
-from attngen.ir.dims import MEMBER
-from attngen.ir.expr import cdiv, floordiv, select, symbol
+from attngen.ir import MEMBER, Access, InputGradient, Kernel, Read, cdiv, floordiv, select, symbol, tile
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import InputGradient, Read
 from attngen.ir.split_axes import part
 from attngen.lang.part import KV, Q
 from attngen.spec import Spec

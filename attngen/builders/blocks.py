@@ -8,11 +8,7 @@ import sympy
 from attngen.builders.common import KernelBuilder, in_bounds
 from attngen.builders.signature import Signature
 from attngen.heuristics import LISTED, STRIP
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import cdiv, floordiv, select, symbol
-from attngen.ir.kernel import Kernel
+from attngen.ir import AXIS_DIM, Access, Kernel, Type, cdiv, floordiv, select, symbol, tile
 from attngen.spec import Spec
 
 BLOCKS = Signature(

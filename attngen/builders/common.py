@@ -21,18 +21,13 @@ from attngen.builders.semantics import (
 )
 from attngen.builders.signature import Signature, grid, partial_tensors, tensor_args
 from attngen.errors import BuildError
-from attngen.ir import tile
-from attngen.ir.core import Access, Fact, Type
+from attngen.ir import Access, Block, Checks, Fact, InputGradient, Kernel, Op, Read, Type, input_tensors, tile
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, dimension, first_row
 from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.fields import Checks
 from attngen.ir.grid import KVSplit
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import InputGradient, Read, input_tensors
 from attngen.ir.names import CALL_ROWS, DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
-from attngen.ir.op import Block, Op
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import sharing
 from attngen.lang.part import NATURAL

@@ -11,13 +11,8 @@ from attngen.builders.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.builders.quantised import interleave_values, load_latents, multiply_keys, multiply_values, split_queries
 from attngen.builders.semantics import S, exact_partials, exact_sums, unbounded
 from attngen.builders.signature import Signature, with_stats
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM
+from attngen.ir import AXIS_DIM, Expr, Kernel, KVSplit, Type, cdiv, exp2, finite, log2, select, symbol, tile
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol
-from attngen.ir.grid import KVSplit
-from attngen.ir.kernel import Kernel
 from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.ir.split_axes import part
 from attngen.ir.split_kv import work_item

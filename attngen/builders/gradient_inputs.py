@@ -15,9 +15,7 @@ from attngen.builders.semantics import (
     without_common,
 )
 from attngen.errors import BuildError
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import to_text
-from attngen.ir.module import InputGradient, Read
+from attngen.ir import InputGradient, Read, symbol, to_text
 from attngen.lang.part import KV, NATURAL, Q
 from attngen.spec import Spec
 

@@ -15,12 +15,8 @@ from attngen.builders.host_input_gradients import NEED_INPUTS, sum_input_gradien
 from attngen.builders.positions import of_call, of_whole_type
 from attngen.builders.signature import partial_tensors
 from attngen.heuristics import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
+from attngen.ir import Bool, Kernel, Module, Type, divisor, floordiv, select, symbol, tile
 from attngen.ir.host import Host, View
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import FLAT, LSE, OUTPUTS, PAIRS, SHAPES, WHOLE_LENGTHS
 from attngen.ir.split_axes import sharing
 from attngen.spec import Spec

@@ -9,12 +9,8 @@ import sympy
 
 from attngen.builders.host_builder import HostBuilder, known_type
 from attngen.builders.positions import of_whole_type
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import symbol
+from attngen.ir import Blocks, Kernel, Module, Type, symbol, tile
 from attngen.ir.host import ClassifyBlocks, Host, ListBlocks
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Blocks, Module
 from attngen.ir.names import WHOLE_LENGTHS, block_lists
 
 

@@ -6,13 +6,9 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.fields import Uses
+from attngen.ir import Block, Module, Op, Type, Uses, tile
 from attngen.ir.host import Alloc, Host, If, Launch, View
-from attngen.ir.module import Module
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
-from attngen.ir.op import Block, Op
 
 
 class HostBuilder:

@@ -9,12 +9,8 @@ import sympy
 
 from attngen.builders.host_builder import HostBuilder
 from attngen.builders.positions import whole
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import LARGEST, Expr, exp2, log2, symbol
-from attngen.ir.expr_text import parse, to_text
+from attngen.ir import LARGEST, Expr, Input, InputGradient, Module, Type, exp2, log2, parse, symbol, tile, to_text
 from attngen.ir.host import If, Place, Sum, SumDistances, View
-from attngen.ir.module import Input, InputGradient, Module
 from attngen.ir.names import LSE, WHOLE_LENGTHS
 
 NEED_INPUTS = symbol("need_inputs")

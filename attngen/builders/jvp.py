@@ -12,10 +12,7 @@ from attngen.builders.forward import sink_of
 from attngen.builders.recompute import compute_lse2, load_stats, probabilities, where_seen
 from attngen.builders.semantics import S, derivative, exact_sums, only_fp32
 from attngen.builders.signature import Signature, with_stats
-from attngen.ir import tile
-from attngen.ir.expr import LARGEST, cdiv, exp2, finite, log2, select, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Read
+from attngen.ir import LARGEST, Kernel, Read, cdiv, exp2, finite, log2, select, symbol, tile
 from attngen.spec import Spec
 
 JVP = Signature(

@@ -6,9 +6,7 @@ from attngen.builders.common import KernelBuilder, kv_head
 from attngen.builders.recompute import compute_lse2, load_stats, probabilities
 from attngen.builders.semantics import exact_sums
 from attngen.builders.signature import Signature, with_stats
-from attngen.ir import tile
-from attngen.ir.expr import cdiv, symbol
-from attngen.ir.kernel import Kernel
+from attngen.ir import Kernel, cdiv, symbol, tile
 from attngen.spec import Spec
 
 SIGNATURE = Signature(

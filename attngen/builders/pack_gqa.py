@@ -14,12 +14,9 @@ from attngen.builders.host_builder import HostBuilder, known_type
 from attngen.builders.semantics import listed_blocks, varies
 from attngen.builders.signature import Signature
 from attngen.heuristics import FEW_QUERIES
-from attngen.ir.core import Type
-from attngen.ir.expr import symbol
+from attngen.ir import Kernel, Module, Type, input_tensors, symbol
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, View
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module, input_tensors
 from attngen.lang.part import NATURAL, Q
 from attngen.spec import Spec
 

@@ -13,13 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import symbol
+from attngen.ir import Derived, Input, Module, Op, Type, symbol, tile, unit_of
 from attngen.ir.host import Launch
-from attngen.ir.module import Derived, Input, Module, unit_of
 from attngen.ir.names import CALL_ROWS, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
-from attngen.ir.op import Op
 from attngen.lang.chunks import chunk_positions
 
 LOOPS = {"q": "kv", "kv": "q"}  # program axis -> the axis that its loops run over

@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 
+from attngen.ir import DEFAULT_BACKEND, Derived, Kernel, Module
 from attngen.ir.host import Host
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import DEFAULT_BACKEND, Derived, Module
 from attngen.ir.parser import parse_programs
 
 

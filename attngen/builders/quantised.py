@@ -17,12 +17,9 @@ import sympy
 from attngen.builders.common import KernelBuilder
 from attngen.heuristics import UNIT
 from attngen.interp.e4m3 import LARGEST
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
+from attngen.ir import Access, Type, only, select, symbol, tile
 from attngen.ir.dtypes import QUANTISED
-from attngen.ir.expr import select, symbol
 from attngen.ir.names import SCALES
-from attngen.ir.op import only
 
 SMALLEST = sympy.Float(2.0**-126)  # smallest scale, because it is a divisor
 

@@ -10,7 +10,7 @@ import sympy
 
 from attngen.builders.common import KernelBuilder, in_bounds, scores
 from attngen.builders.semantics import exact_sums, singular
-from attngen.ir.expr import exp2, log2, select, symbol
+from attngen.ir import exp2, log2, select, symbol
 from attngen.spec import Spec
 
 

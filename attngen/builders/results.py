@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from attngen.ir import tile
+from attngen.ir import Kernel, Module, Op, only, tile
 from attngen.ir.dtypes import result_type
 from attngen.ir.host import Alloc, Host, View
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
 
 _OUTPUTS = ("O", "tO")  # the output and its tangent
 

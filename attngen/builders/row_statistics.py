@@ -8,10 +8,7 @@ from attngen.builders.common import KernelBuilder
 from attngen.builders.recompute import compute_lse2, load_stats
 from attngen.builders.semantics import exact_sums
 from attngen.builders.signature import Signature, with_stats
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.expr import select, symbol
-from attngen.ir.kernel import Kernel
+from attngen.ir import Access, Kernel, Type, select, symbol, tile
 from attngen.lang.part import Q
 from attngen.spec import Spec
 

@@ -10,10 +10,9 @@ import sympy
 from sympy.logic.boolalg import Boolean
 
 from attngen.heuristics import LISTED
-from attngen.ir.core import Fact
+from attngen.ir import Blocks, Fact, Meaning, Read, input_tensors
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, size, sqrt, symbol
-from attngen.ir.module import Blocks, Meaning, Read, input_tensors
 from attngen.lang.part import KV, NATURAL, Q
 from attngen.spec import Spec
 from attngen.tiles.intervals import MaskContext, mentions, terms

@@ -25,16 +25,10 @@ from attngen.builders.semantics import exact_partials, listed_blocks
 from attngen.builders.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
 from attngen.heuristics import CTAS_PER_SM_LATENT, CTAS_PER_SM_QUANTISED, FEW_LATENT, FEW_QUERIES, UNIT, WAVES_LATENT
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import AXIS_DIM
+from attngen.ir import AXIS_DIM, Access, Cache, Kernel, KVSplit, Module, Type, Uses, tile
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
-from attngen.ir.fields import Uses
-from attngen.ir.grid import KVSplit
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Cache, Module
 from attngen.ir.names import LSE_PARTIALS, OF_CACHE, SCALES, SHAPES, SUM_PARTIALS
 from attngen.ir.split_kv import combined_work_items, max_work_items
 from attngen.spec import Spec

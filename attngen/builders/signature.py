@@ -6,14 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from attngen.builders.positions import chunk_args, with_call_rows
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Blocks, Cache, GridAxis, Input, InputGradient, Type, cdiv, symbol, tile
 from attngen.ir.dtypes import QUANTISED
-from attngen.ir.expr import cdiv, symbol
-from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
-from attngen.ir.module import Blocks, Cache, Input, InputGradient
 from attngen.ir.names import (
     BLOCK_LISTS,
     CACHED,

@@ -12,8 +12,7 @@ from typing import Any
 
 from attngen.cost.report import schedule
 from attngen.devices import CLASSES
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module
 from attngen.targets.common.base import CompileReport, Job, short_digest
 from attngen.targets.registry import BACKENDS, SPECIALIZERS, kernel_of, maker_of
 from attngen.tiles.sizes import elem_sizes

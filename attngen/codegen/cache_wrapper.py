@@ -15,12 +15,9 @@ from attngen.codegen.wrapper_text import (
     call_text,
     promise_text,
 )
-from attngen.ir import tile
+from attngen.ir import Input, floordiv, only, symbol, tile
 from attngen.ir.dtypes import QUANTISED_TORCH, latent_bytes
-from attngen.ir.expr import floordiv, symbol
-from attngen.ir.module import Input
 from attngen.ir.names import SCALES
-from attngen.ir.op import only
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ import sympy
 
 from attngen.codegen.layout import LONGEST, fitted, tuple_text
 from attngen.codegen.torch_text import to_torch
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE, Kernel, Module, Type, tile
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import exp2, log2, select, symbol
 from attngen.ir.expr_text import parse, to_text
@@ -34,8 +32,6 @@ from attngen.ir.host import (
     SumDistances,
     View,
 )
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, WHOLE_LENGTHS, stride_names
 from attngen.targets.common.base import PrintedKernel
 

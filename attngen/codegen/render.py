@@ -20,8 +20,8 @@ from attngen.codegen.wrapper import Wrapper
 from attngen.codegen.wrapper_text import sizes_in
 from attngen.cost.report import report
 from attngen.heuristics import STRIP
+from attngen.ir import Module
 from attngen.ir.host import Alloc
-from attngen.ir.module import Module
 from attngen.ir.printer import print_module
 from attngen.runtime import bundle
 from attngen.targets.common.base import PrintedKernel

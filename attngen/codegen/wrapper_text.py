@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from attngen.codegen.host import sizes_of
 from attngen.codegen.layout import tuple_text
 from attngen.errors import AttngenError, suggest
-from attngen.ir import tile
-from attngen.ir.module import Derived, Input
+from attngen.ir import Derived, Input, tile
 from attngen.ir.names import BLOCKS, CHUNKS, FOUND, START_RANKS, STARTS
 from attngen.scores import derive_functions
 

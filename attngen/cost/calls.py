@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 from attngen.cost.roofline import Estimate, Problem, estimate, numbers_of_call, rows_of_call
 from attngen.devices import Device
 from attngen.interp.numeric import compiled
-from attngen.ir import tile
+from attngen.ir import Config, Kernel, Module, Op, only, tile
 from attngen.ir.host import Alloc, Host, If, Launch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import Op, only
 from attngen.tiles.sizes import elem_sizes, lengths, tile_bytes
 from attngen.tiles.tiles import evaluate
 

@@ -6,12 +6,7 @@ from collections.abc import Callable
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.dims import WHOLE, unpadded
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import WHOLE, Expr, Kernel, Module, only, symbol, tile, unpadded
 from attngen.tiles.tiles import heads, repeats, tile_sum
 
 TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, over all heads and sequences

@@ -15,11 +15,7 @@ import sympy
 
 from attngen.cost.algorithms import kernels
 from attngen.cost.flops import TILES
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import Expr, cdiv, select, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import Op
+from attngen.ir import Expr, Kernel, Op, Type, cdiv, select, symbol, tile
 from attngen.ir.split_axes import sharing
 from attngen.tiles.sizes import share_of, tile_bytes
 from attngen.tiles.tiles import extent, heads, program_tiles, repeats

@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import Bool, Expr
+from attngen.ir import Bool, Expr, Module, only, tile
 from attngen.ir.host import Alloc
-from attngen.ir.module import Module
-from attngen.ir.op import only
 from attngen.tiles.sizes import tile_bytes
 
 

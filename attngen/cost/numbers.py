@@ -17,8 +17,7 @@ from attngen.cost.io import hbm_bytes, standard_bytes, traffic
 from attngen.cost.roofline import Problem, config_of, values
 from attngen.cost.theory import saved_tensors
 from attngen.devices import CLASSES
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module
 from attngen.ir.names import DIRECTIONS
 from attngen.tiles.sizes import elem_sizes, lengths, tile_bytes
 from attngen.tiles.tiles import evaluate, runs

@@ -8,9 +8,7 @@ from typing import Any
 from attngen.cost.flops import executed_flops, total_tiles, useful_flops
 from attngen.cost.io import hbm_bytes
 from attngen.devices import CLASSES
-from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module, to_text
 from attngen.targets.registry import maker_of
 from attngen.tiles.tiles import tile_loops
 

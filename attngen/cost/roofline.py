@@ -11,13 +11,9 @@ from attngen.cost.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes, standard_by
 from attngen.devices import CLASSES, Device
 from attngen.heuristics import UNIT
 from attngen.interp.numeric import compiled
-from attngen.ir import tile
-from attngen.ir.dims import WHOLE
+from attngen.ir import WHOLE, Config, Kernel, Module, only, tile
 from attngen.ir.dtypes import ELEMENTS, of_size
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
 from attngen.ir.names import SHARES
-from attngen.ir.op import only
 from attngen.targets.registry import SPECIALIZERS, backend_of, maker_of
 from attngen.tiles.sizes import elem_sizes, lengths, sizes
 from attngen.tiles.tiles import count_tiles, evaluate

@@ -11,9 +11,7 @@ from attngen.cost.roofline import Problem, RooflineTimes, config_for, counts, pe
 from attngen.devices import Device
 from attngen.heuristics import UNIT
 from attngen.interp.numeric import compiled
-from attngen.ir.core import Type
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Expr, Module, Type, symbol
 from attngen.ir.names import CACHED, SCALES
 from attngen.ir.split_kv import kv_split, units_of
 from attngen.tiles.sizes import elem_sizes, tile_bytes

@@ -10,9 +10,7 @@ from attngen.cost.flops import executed_flops
 from attngen.cost.io import hbm_bytes
 from attngen.cost.roofline import Problem, config_for, rows_of_call, values
 from attngen.devices import DEVICES, Device
-from attngen.ir.dims import SPLIT_DIM, WHOLE
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import SPLIT_DIM, WHOLE, Config, Kernel, Module
 from attngen.ir.names import SHARES
 from attngen.tiles.sizes import block_d_choices
 from attngen.tiles.tiles import evaluate

@@ -19,12 +19,7 @@ from attngen.cost.algorithms import kernels
 from attngen.cost.flops import TILES, executed_flops, flops, useful_flops
 from attngen.cost.io import traffic
 from attngen.cost.roofline import config_of
-from attngen.ir import tile
-from attngen.ir.dims import WHOLE
-from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol
-from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import WHOLE, Expr, Kernel, Module, cdiv, floordiv, select, symbol, tile, to_text
 from attngen.ir.names import CALL_ROWS, DIRECTIONS, SHARES, of_sequence
 from attngen.targets.registry import backend_of
 from attngen.tiles.sizes import elem_sizes, elements

@@ -15,7 +15,7 @@ Names: B sequences, Hq and Hkv heads, D_QK and D_V columns, `elem` bytes of an e
 from __future__ import annotations
 
 from attngen.heuristics import PLANNED_TILE
-from attngen.ir.expr import Expr, symbol
+from attngen.ir import Expr, symbol
 
 STATISTIC = 4  # bytes of an LSE
 PART = 4  # bytes of an element of sums

@@ -19,8 +19,7 @@ from attngen.conformance.derive import function
 from attngen.errors import AttngenError
 from attngen.interp.host import execute_host
 from attngen.interp.numeric import value
-from attngen.ir.expr import symbol_names
-from attngen.ir.module import Input, Module
+from attngen.ir import Input, Module, symbol_names
 from attngen.ir.names import INTEGERS
 from attngen.ir.parser import parse_module
 from attngen.ir.sizes import Sizes

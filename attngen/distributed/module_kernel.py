@@ -14,7 +14,7 @@ from attngen.distributed.inputs import ir_of
 from attngen.distributed.layout import Chunks
 from attngen.distributed.local import Backward, Stats
 from attngen.distributed.operands import STARTS, Inputs, Operands
-from attngen.ir.expr import symbol_names
+from attngen.ir import symbol_names
 
 OF_WHOLE = ("q_len", "kv_len")
 OF_CALL = ("scale", "check")

@@ -11,7 +11,7 @@ import torch
 
 from attngen.distributed.layout import Chunks
 from attngen.distributed.remembered import Remembered
-from attngen.ir.module import Module
+from attngen.ir import Module
 
 MOST_CALLS = 512  # pairs of lists of chunks whose operands are kept
 MOST_DERIVED = 16  # inputs whose derived tensors are kept

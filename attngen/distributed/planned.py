@@ -22,7 +22,7 @@ from attngen.distributed.shard import Shard
 from attngen.distributed.transfers import Method, Plan, divided, expanded, ring_steps
 from attngen.distributed.visible import Visible, count
 from attngen.errors import AttngenError
-from attngen.ir.expr import symbol_names
+from attngen.ir import symbol_names
 
 Q_HEADS, KV_HEADS = 32, {"mha": 32, "gqa": 8, "mqa": 1}  # that the model of time assumes where they are not given
 

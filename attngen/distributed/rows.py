@@ -16,8 +16,7 @@ import numpy as np
 import sympy
 
 from attngen.interp.numeric import value
-from attngen.ir.expr import Bool
-from attngen.ir.module import Module
+from attngen.ir import Bool, Module
 from attngen.tiles.intervals import MaskContext, Term, mentions, terms
 
 Run = tuple[np.ndarray, np.ndarray]  # the first visible key of each query and the end, both [seq_len]; empty if equal

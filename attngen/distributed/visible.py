@@ -26,7 +26,7 @@ from attngen.conformance.derive import function
 from attngen.distributed.inputs import MaskValues, ir_of, mask_values, pair_values, row_values
 from attngen.distributed.rows import Run, holds, lengths, runs_of
 from attngen.errors import AttngenError
-from attngen.ir.module import Blocks, Module
+from attngen.ir import Blocks, Module
 
 MOST_EVALUATED = 1 << 26  # pairs at which a mask is evaluated; with more, the runs' scores all count
 MOST_ROWS = 1 << 15  # of a chunk, whose scores are counted in 32 bits

@@ -10,8 +10,7 @@ from attngen.interp.e4m3 import numbers, pairs
 from attngen.interp.numeric import compiled
 from attngen.interp.philox import keep_scores
 from attngen.interp.values import Evaluator, Values, applies, spread
-from attngen.ir import tile
-from attngen.ir.dims import GROUPED
+from attngen.ir import GROUPED, tile
 
 
 class ArithmeticOps(Evaluator):

@@ -18,10 +18,7 @@ from attngen.interp.numeric import compiled, value
 from attngen.interp.tile import execute_kernel
 from attngen.interp.values import SINGLE, Values, spread
 from attngen.interp.warp_groups import WarpSpecializedLaunch
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import symbol_names
-from attngen.ir.expr_text import parse
+from attngen.ir import Kernel, Module, Op, Type, parse, symbol_names, tile
 from attngen.ir.host import (
     COLUMN_VIEWS,
     Alloc,
@@ -36,10 +33,7 @@ from attngen.ir.host import (
     SumDistances,
     View,
 )
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import OUTPUTS, SIZES, VARIABLES, WHOLE_LENGTHS
-from attngen.ir.op import Op
 
 Arrays = dict[str, Any]
 

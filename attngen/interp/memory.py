@@ -10,13 +10,8 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.interp.values import Evaluator, OutsideTensor, Program, Values, Window, applies, spread
-from attngen.ir import tile
-from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, PADDED, axis_of, unpadded
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.fields import Checks
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, PADDED, Access, Checks, Expr, Op, axis_of, symbol, tile, unpadded
 from attngen.ir.names import START_RANKS
-from attngen.ir.op import Op
 
 
 def keys_of(length: int, values: Mapping[str, Any]) -> int:

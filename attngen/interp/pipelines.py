@@ -16,10 +16,7 @@ from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.interp.tile import Launch
 from attngen.interp.values import Values, applies
-from attngen.ir import pipe
-from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
-from attngen.ir.op import Op, only
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, SIDES, Access, Op, only, pipe
 
 POISON = 2**30 + 1  # in stages of numbers that are not loaded
 

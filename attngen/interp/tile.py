@@ -22,13 +22,8 @@ from attngen.interp.arithmetic import ArithmeticOps
 from attngen.interp.memory import MemoryOps, keys_of
 from attngen.interp.numeric import compiled
 from attngen.interp.values import CONSTANTS, SINGLE, Program, Values
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM, MEMBER, PADDED, WHOLE
-from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import AXIS_DIM, MEMBER, PADDED, REVERSED_GROUP, WHOLE, Kernel, Module, Op, only, tile
 from attngen.ir.names import BLOCK_LISTS, STARTS
-from attngen.ir.op import Op, only
 from attngen.ir.split_kv import kv_split, units_of
 
 

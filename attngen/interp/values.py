@@ -15,13 +15,8 @@ import numpy as np
 
 from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM, GROUPED
+from attngen.ir import AXIS_DIM, GROUPED, Expr, Kernel, Module, Type, Uses, symbol_names
 from attngen.ir.dtypes import ELEMENTS, QUANTISED
-from attngen.ir.expr import Expr, symbol_names
-from attngen.ir.fields import Uses
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import ROW_AXES
 
 Values = dict[str, Any]  # by name: values of ops, numbers of the call, sizes, positions

@@ -20,12 +20,7 @@ from attngen.errors import AttngenError
 from attngen.interp.async_ops import AsyncOps
 from attngen.interp.pipelines import PipelineOps
 from attngen.interp.values import Program, Values
-from attngen.ir import pipe, tile
-from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_EXTENT, SIDES
-from attngen.ir.expr import Expr
-from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.op import Block, Op, WarpGroup, only
+from attngen.ir import AXIS_EXTENT, REVERSED_GROUP, SIDES, Access, Block, Expr, Op, WarpGroup, only, pipe, tile
 
 STAGES = 2  # of a pipeline with `num_stages` stages
 

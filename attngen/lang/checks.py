@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 
 from attngen.errors import shown
-from attngen.ir.expr import BITS
+from attngen.ir import BITS
 from attngen.lang.grammar import LangError, read_tree
 from attngen.lang.limits import LEAST_REAL, MAX_BITS, MAX_INT, MAX_POWER, MAX_REAL, MAX_SIZE
 from attngen.lang.params import SAID, Kind, Param

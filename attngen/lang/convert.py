@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.errors import shown
-from attngen.ir.expr import BITS, FUNCTIONS, Expr, clamp, exp2, floordiv, mod, nearest, select
+from attngen.ir import BITS, FUNCTIONS, Expr, clamp, exp2, floordiv, mod, nearest, select
 from attngen.lang.checks import Part
 from attngen.lang.functions import OTHERS
 from attngen.lang.grammar import LangError

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from attngen.errors import IRError, shown
-from attngen.ir.expr import Bool, Expr
-from attngen.ir.module import Read
+from attngen.ir import Bool, Expr, Read
 from attngen.lang.convert import Builder
 from attngen.lang.grammar import LangError
 from attngen.lang.names import name_problem

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from attngen.errors import shown, suggest
-from attngen.ir.expr import FUNCTIONS, Bool, Expr, clamp, erf, floor, floordiv, mod, nearest, select, trunc
+from attngen.ir import FUNCTIONS, Bool, Expr, clamp, erf, floor, floordiv, mod, nearest, select, trunc
 from attngen.lang.checks import Checks, Part
 from attngen.lang.limits import MAX_EXTREMES, MAX_INT, MAX_UNROLLED
 from attngen.lang.names import CALLS, LANGUAGE, MEANT, name_problem

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from attngen.ir.expr import symbol
-from attngen.ir.module import Derived, Input, Read
+from attngen.ir import Derived, Input, Read, symbol
 from attngen.lang.expression import Expression
 from attngen.lang.names import ANY
 from attngen.lang.params import Param

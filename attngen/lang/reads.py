@@ -9,9 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.errors import shown, suggest
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.expr_text import parse, to_text
-from attngen.ir.module import Read
+from attngen.ir import Expr, Read, parse, symbol, to_text
 from attngen.lang.checks import Part
 from attngen.lang.functions import Functions
 from attngen.lang.names import CALLS, CONDITIONS, LANGUAGE, MEANT, POSITIONS, SCORE, TAKEN

@@ -29,7 +29,7 @@ from functools import partial
 from attngen.builders import build_module
 from attngen.builders.backward import unfused
 from attngen.errors import SpecError, suggest
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Module
 from attngen.schedule.choice import choose
 from attngen.schedule.pipeline_loads import PipelineLoads
 from attngen.schedule.select_tiles import SelectTiles

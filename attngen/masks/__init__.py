@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
-from attngen.ir.core import Fact
-from attngen.ir.expr import Bool, floordiv
-from attngen.ir.module import Blocks, Derived, Input, Read
+from attngen.ir import Blocks, Bool, Derived, Fact, Input, Read, floordiv
 from attngen.ir.sizes import Sizes
 from attngen.lang.expression import Expression, parse_mask
 from attngen.lang.part import KV, MAX_OFFSET, NK, NQ, Part, Q, WrittenPart, discover, evaluated, unique

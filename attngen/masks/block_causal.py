@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 from pydantic import Field
 
-from attngen.ir.expr import Bool, floordiv
+from attngen.ir import Bool, floordiv
 from attngen.masks import KV, MAX_OFFSET, Mask, Q, Sizes
 from attngen.masks.causal import Align, position_offset
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import sympy
 from pydantic import Field, field_validator, model_validator
 
-from attngen.ir.expr import Bool, floordiv, symbol
-from attngen.ir.module import Blocks, Derived, Input, Read
+from attngen.ir import Blocks, Bool, Derived, Input, Read, floordiv, symbol
 from attngen.masks import KV, Mask, Q, Sizes
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from attngen.ir.expr import Bool
+from attngen.ir import Bool
 from attngen.masks import KV, NK, NQ, Mask, Q, Sizes
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 from pydantic import Field, model_validator
 
-from attngen.ir.core import Fact
-from attngen.ir.expr import Bool, symbol
-from attngen.ir.module import Derived, Input
+from attngen.ir import Bool, Derived, Fact, Input, symbol
 from attngen.masks import KV, Mask, Q, Sizes
 
 if TYPE_CHECKING:

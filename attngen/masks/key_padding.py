@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
-from attngen.ir.core import Fact
-from attngen.ir.expr import Bool, symbol
-from attngen.ir.module import Derived, Input
+from attngen.ir import Bool, Derived, Fact, Input, symbol
 from attngen.masks import KV, Mask, Sizes
 
 if TYPE_CHECKING:

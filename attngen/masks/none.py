@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
-from attngen.ir.expr import Bool
+from attngen.ir import Bool
 from attngen.masks import Mask, Sizes
 
 if TYPE_CHECKING:

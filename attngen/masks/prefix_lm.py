@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 from pydantic import Field, model_validator
 
-from attngen.ir.expr import Bool, symbol
-from attngen.ir.module import Input
+from attngen.ir import Bool, Input, symbol
 from attngen.masks import KV, MAX_OFFSET, Mask, Q, Sizes
 from attngen.masks.causal import Align, position_offset
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from attngen.ir.expr import Bool
+from attngen.ir import Bool
 from attngen.masks import KV, MAX_OFFSET, Mask, Sizes
 
 if TYPE_CHECKING:

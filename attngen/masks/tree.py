@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
-from attngen.ir.core import Fact
-from attngen.ir.expr import Bool, symbol
-from attngen.ir.module import Input, Read
+from attngen.ir import Bool, Fact, Input, Read, symbol
 from attngen.masks import KV, NK, NQ, Mask, Q, Sizes
 
 if TYPE_CHECKING:

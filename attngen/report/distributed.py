@@ -14,7 +14,7 @@ from attngen.distributed.choose import choose, predictions, simulate
 from attngen.distributed.formulas import FORMULAS
 from attngen.distributed.model import Cluster, Heads, Prediction
 from attngen.distributed.visible import Visible
-from attngen.ir.expr_text import to_text
+from attngen.ir import to_text
 from attngen.report.explain import Line, heading, remark
 from attngen.report.tables import Rows
 

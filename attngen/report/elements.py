@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from attngen.ir import Input
 from attngen.ir.heads import SHARINGS
-from attngen.ir.module import Input
 from attngen.ir.sizes import Sizes
 from attngen.masks import Mask, Written
 from attngen.masks.none import NoMask

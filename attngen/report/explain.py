@@ -19,13 +19,8 @@ from attngen.cost.serving import call_flops, decoding, partial_result_bytes, rea
 from attngen.cost.split_d import split_d_costs
 from attngen.devices import DEVICES
 from attngen.heuristics import LISTED, SAMPLED_LENGTHS
-from attngen.ir import tile
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.expr_text import to_text
+from attngen.ir import Expr, Kernel, Module, only, symbol, tile, to_text
 from attngen.ir.host import If
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
 from attngen.report.summary import kind, summary
 from attngen.report.tables import Rows
 from attngen.targets.registry import SPECIALIZERS, backend_of

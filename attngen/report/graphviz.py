@@ -7,9 +7,7 @@ import subprocess
 from pathlib import Path
 
 from attngen.errors import AttngenError
-from attngen.ir import pipe
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module, pipe
 from attngen.ir.printer import print_op
 
 COLOURS = {"hbm": "#d9d9d9", "sram": "#b3d9ff", "reg": "#ffffff", "flight": "#ffe0b3", "?": "#ffffff"}

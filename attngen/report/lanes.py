@@ -7,10 +7,7 @@ from html import escape
 from pathlib import Path
 
 from attngen.errors import AttngenError
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Kernel, Module, only, pipe, tile
 from attngen.report.charts import Drawing, Shape, path, rect, text
 from attngen.report.environment import SCHEMES, colours
 from attngen.report.launches import GROUPS

@@ -11,13 +11,8 @@ import sympy
 from attngen.cost.calls import ranges
 from attngen.cost.roofline import Problem, rows_of_call
 from attngen.devices import Device
-from attngen.ir import tile
-from attngen.ir.expr import Bool, select, symbol
-from attngen.ir.expr_text import to_text
+from attngen.ir import Bool, Config, Kernel, Module, only, select, symbol, tile, to_text
 from attngen.ir.host import Host, If, Launch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
 from attngen.tiles.tiles import evaluate
 
 PORTABLE = "portable, Triton"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import passes
 from attngen.spec import Spec

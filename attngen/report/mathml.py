@@ -10,8 +10,7 @@ from markupsafe import Markup
 from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.printer import Printer
 
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import Bool, Expr, cdiv, floordiv
+from attngen.ir import AXIS_DIM, Bool, Expr, cdiv, floordiv
 from attngen.ir.names import INTEGERS
 
 # Symbols that every kernel has: (letter, index, meaning).

@@ -18,13 +18,8 @@ from attngen.cost.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
-from attngen.ir import tile
-from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol
-from attngen.ir.expr_text import to_text
+from attngen.ir import INEQUALITIES, Bool, Expr, Kernel, Module, only, symbol, tile, to_text
 from attngen.ir.host import If, Launch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
 from attngen.ir.split_axes import whole_range
 from attngen.lowering.pipeline import unspecialized
 from attngen.report.charts import UNLISTED

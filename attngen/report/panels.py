@@ -11,8 +11,7 @@ from attngen.cost.report import schedule
 from attngen.cost.roofline import Estimate, Problem, estimate, standard_total
 from attngen.cost.split_d import split_d_costs
 from attngen.devices import CLASSES, DEVICES, Device
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module
 from attngen.report.charts import NARROW, Bar, Drawing, Point, bars, roofline
 from attngen.report.launches import PORTABLE, launches
 from attngen.report.tilemap import configs_on

@@ -9,9 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import Op
+from attngen.ir import Kernel, Op, pipe, tile
 
 MATMULS = (tile.Dot, pipe.Wgmma)
 # (what the scores are, the kind of dimension over which they are multiplied) -> (result, product)

@@ -10,9 +10,8 @@ from attngen.cost.calls import CALLS, Run, call, chosen, ranges
 from attngen.cost.roofline import Problem, rows_of_call
 from attngen.cost.serving import decoding
 from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
+from attngen.ir import Config, Kernel, Module
 from attngen.ir.host import Launch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
 from attngen.targets.registry import SPECIALIZERS
 from attngen.tiles.tiles import unbounded
 

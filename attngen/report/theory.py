@@ -13,8 +13,7 @@ from attngen.cost.numbers import SPARSE, done, moved
 from attngen.cost.roofline import Problem
 from attngen.cost.theory import EXACT, Theorem, theorems
 from attngen.devices import CLASSES
-from attngen.ir.expr_text import to_text
-from attngen.ir.module import Module
+from attngen.ir import Module, to_text
 from attngen.report.explain import Line, remark
 from attngen.report.tables import Rows
 from attngen.tiles.sizes import elem_sizes

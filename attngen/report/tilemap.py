@@ -12,10 +12,7 @@ import sympy
 from attngen.cost.calls import Range, chosen, ranges
 from attngen.cost.roofline import Problem, config_of, rows_of_call
 from attngen.devices import CLASSES, DEVICES
-from attngen.ir import tile
-from attngen.ir.expr import Expr
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Blocks, Config, Module
+from attngen.ir import Blocks, Config, Expr, Kernel, Module, tile
 from attngen.ir.split_axes import ranges as shared_ranges
 from attngen.masks import registry
 from attngen.report.charts import UNLISTED, Drawing, tile_map

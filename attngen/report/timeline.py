@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from attngen.interp.numeric import compiled
-from attngen.ir import pipe, tile
-from attngen.ir.expr import exp2
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import Block, Op, WarpGroup, only
+from attngen.ir import Block, Kernel, Op, WarpGroup, exp2, only, pipe, tile
 from attngen.report.products import Products
 
 PRODUCT, COPY, SOFTMAX = 4, 6, 6  # steps

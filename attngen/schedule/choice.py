@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from attngen.heuristics import NOISE, SHORT_ROWS
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Module
 from attngen.schedule.table import Table, schedule_of
 from attngen.spec.sections import Schedule
 from attngen.targets.common.base import Specialization, Specializer

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.devices import CLASSES
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, DoesNotFit, Module
+from attngen.ir import Config, DoesNotFit, Kernel, Module
 from attngen.schedule.select_tiles import merged_configs, stage_choices
 from attngen.targets.registry import backend_of
 from attngen.transforms.base import Pass

@@ -54,12 +54,7 @@ from attngen.heuristics import (
     UNIT,
     WIDEST_ACC,
 )
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import select
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, DoesNotFit, Module
-from attngen.ir.op import Op, only
+from attngen.ir import Config, DoesNotFit, Kernel, Module, Op, Type, only, select, tile
 from attngen.schedule.table import Table, committed
 from attngen.targets.registry import backend_of
 from attngen.tiles.launches import combine_warps

@@ -12,10 +12,7 @@ from typing import Any
 
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
-from attngen.ir import tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import Config, Kernel, Module, only, tile
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.classes import Key, key
 from attngen.tiles.sizes import block_d_choices, lies_in_pages

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attngen.ir.expr import Expr, symbol
+from attngen.ir import Expr, symbol
 from attngen.ir.sizes import Sizes
 from attngen.lang.chunks import chunk_positions
 from attngen.lang.expression import Expression, parse_score

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import sympy
 from pydantic import model_validator
 
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.module import Derived, Input
+from attngen.ir import Derived, Expr, Input, symbol
 from attngen.scores import KV, NK, NQ, Q, S, Score, Sizes
 
 if TYPE_CHECKING:

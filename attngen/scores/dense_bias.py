@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.module import Input
+from attngen.ir import Expr, Input, symbol
 from attngen.scores import S, Score, Sizes
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from attngen.ir.expr import Expr, clamp, symbol
-from attngen.ir.module import Input, Read
+from attngen.ir import Expr, Input, Read, clamp, symbol
 from attngen.scores import KV, NK, NQ, Q, S, Score, Sizes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 from pydantic import Field
 
-from attngen.ir.expr import Expr
+from attngen.ir import Expr
 from attngen.scores import S, Score, Sizes
 
 if TYPE_CHECKING:

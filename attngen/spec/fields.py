@@ -18,10 +18,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from attngen.ir import Bool, Derived, Expr, Input, Read, symbol
 from attngen.ir.dtypes import ELEMENTS, agree
-from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.heads import SHARINGS
-from attngen.ir.module import Derived, Input, Read
 from attngen.ir.names import OUTPUTS
 from attngen.lang.part import unique
 from attngen.masks import Mask, registry

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import sympy
 
+from attngen.ir import Derived, Expr, Input, Read, symbol
 from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, by_precision
-from attngen.ir.expr import Expr, symbol
 from attngen.ir.heads import SHARINGS
-from attngen.ir.module import Derived, Input, Read
 from attngen.ir.names import OF_CHUNKS, OF_OUTPUTS
 from attngen.lang.limits import WIDEST_HEAD, WIDEST_LATENT
 from attngen.masks import Mask

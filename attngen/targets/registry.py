@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module
 from attngen.targets.common.base import Backend, Specializer
 from attngen.targets.hopper import HOPPER
 from attngen.targets.triton import TRITON

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import INEQUALITIES, Bool, Expr, conjuncts, symbol
-from attngen.ir.kernel import Kernel
+from attngen.ir import INEQUALITIES, Bool, Expr, Kernel, conjuncts, symbol, tile
 from attngen.ir.prove import excess, prove_le
 from attngen.tiles.intervals import Bound, MaskContext, extremes, solve
 from attngen.tiles.ranges import mask_context

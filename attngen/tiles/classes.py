@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attngen.heuristics import CACHED_KEYS, RANGES, REACH, SPLIT_RANGES
-from attngen.ir import tile
+from attngen.ir import Kernel, Module, Op, only, tile
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import STATISTICS
-from attngen.ir.op import Op, only
 from attngen.tiles.sizes import mode, tile_width
 from attngen.tiles.tiles import count_tiles, tile_loops
 

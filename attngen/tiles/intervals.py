@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from attngen.ir.core import Fact
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Fact
 from attngen.ir.expr import (
     INEQUALITIES,
     REAL,

@@ -6,10 +6,7 @@ import sympy
 
 from attngen.devices import CLASSES
 from attngen.heuristics import ALIGNED_KEYS, COMBINE_COLUMNS_PER_THREAD
-from attngen.ir.dims import SPLIT_DIM
-from attngen.ir.expr import Bool, mod, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import SPLIT_DIM, Bool, Config, Kernel, Module, mod, symbol
 from attngen.ir.names import ROW_STATS
 from attngen.tiles.sizes import tile_width
 

@@ -7,15 +7,11 @@ from typing import NamedTuple
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
+from attngen.ir import Access, Blocks, Kernel, Module, Op, Type, only, tile
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, first_row
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
 from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Blocks, Module
 from attngen.ir.names import BLOCK_LISTS, START_RANKS
-from attngen.ir.op import Op, only
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import last_row, with_rows
 

@@ -20,13 +20,10 @@ from itertools import permutations
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Kernel, only, tile
 from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, size, symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
 from attngen.ir.names import INTEGERS
-from attngen.ir.op import only
 from attngen.ir.prove import entails, is_given_up, prove_le
 from attngen.tiles.intervals import MaskContext, Term, exceeds_limits, extremes, last_row, mentions, terms, with_rows
 

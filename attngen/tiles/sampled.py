@@ -15,7 +15,7 @@ import sympy
 
 from attngen.heuristics import LISTED, MASKED_TILE, SAMPLED_LENGTHS, SAMPLED_ROWS, WORTH_LISTING
 from attngen.interp.numeric import value
-from attngen.ir.expr import Bool
+from attngen.ir import Bool
 from attngen.tiles.intervals import MaskContext, terms
 from attngen.tiles.ranges import classify
 from attngen.tiles.tiles import evaluate

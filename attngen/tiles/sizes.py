@@ -8,15 +8,11 @@ from functools import cache, lru_cache
 import sympy
 
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir import tile
-from attngen.ir.core import DTYPE_BYTES, Type
+from attngen.ir import DTYPE_BYTES, Config, Kernel, Module, Type, only, tile
 from attngen.ir.dims import SIDES, SPLIT_DIM, TILED, WHOLE, axis_of, dimension
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, select, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
 from attngen.ir.names import CALL_ROWS, WHOLE_LENGTHS
-from attngen.ir.op import only
 from attngen.tiles.tiles import evaluate
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v

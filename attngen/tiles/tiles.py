@@ -9,10 +9,7 @@ from typing import Any
 import sympy
 from sympy.core.relational import Relational
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
-from attngen.ir.expr import BITS, Expr, cdiv, floordiv, mod, symbol
-from attngen.ir.kernel import Kernel
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, BITS, Expr, Kernel, cdiv, floordiv, mod, symbol, tile
 from attngen.ir.split_axes import head_range, ranges, shared
 from attngen.tiles.intervals import greatest, least
 from attngen.tiles.ranges import rows_of

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.fields import Ranges
-from attngen.ir.kernel import Kernel
+from attngen.ir import Expr, Kernel, Ranges, symbol
 
 ROWS_START = symbol("q_start")
 

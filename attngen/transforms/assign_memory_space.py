@@ -12,11 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from attngen.ir import tile
-from attngen.ir.core import TENSORS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
+from attngen.ir import TENSORS, Kernel, Module, Op, tile
 from attngen.transforms.base import Pass
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM, PADDED
-from attngen.ir.fields import Checks
-from attngen.ir.module import Module
-from attngen.ir.op import Op
+from attngen.ir import AXIS_DIM, PADDED, Checks, Module, Op, tile
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
-from attngen.ir.expr import select, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Access, Kernel, Module, Op, Type, select, symbol, tile
 from attngen.tiles.intervals import GREATEST, greatest, last_row, least
 from attngen.tiles.ranges import gathers_per_query, mask_context, tile_ranges
 from attngen.transforms.base import Pass

@@ -17,10 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir import tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
+from attngen.ir import Kernel, Module, Op, tile
 from attngen.transforms.base import Pass
 
 

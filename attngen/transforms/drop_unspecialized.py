@@ -24,11 +24,8 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import symbol
+from attngen.ir import Module, Op, only, symbol, tile
 from attngen.ir.host import Host, If, Launch
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
 from attngen.transforms.base import Pass
 
 

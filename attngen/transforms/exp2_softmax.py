@@ -14,13 +14,8 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Fact
-from attngen.ir.expr import TO_INTEGER, exp2, log, log2, sigmoid, symbol
-from attngen.ir.expr_text import parse, to_text
+from attngen.ir import TO_INTEGER, Access, Fact, Module, Op, exp2, log, log2, parse, sigmoid, symbol, tile, to_text
 from attngen.ir.host import SumDistances
-from attngen.ir.module import Module
-from attngen.ir.op import Op
 from attngen.transforms.base import Pass
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")

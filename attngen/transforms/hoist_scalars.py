@@ -17,12 +17,7 @@ from typing import Any, ClassVar
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
+from attngen.ir import Expr, Kernel, Module, Op, Type, symbol, tile
 from attngen.transforms.base import Pass
 
 CONSTANTS = {"LOG2E", "LN2"}

@@ -19,12 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Expr, Kernel, Module, Op, Type, only, symbol, tile
 from attngen.tiles.ranges import needed_rows
 from attngen.transforms.base import Pass
 

@@ -23,12 +23,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import Bool, conjuncts, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import AXIS_DIM, Bool, Kernel, Module, Op, conjuncts, only, symbol, tile
 from attngen.tiles.intervals import exceeds_limits, implies, linear_parts, mentions
 from attngen.tiles.ranges import mask_context, mask_of
 from attngen.transforms.base import Pass

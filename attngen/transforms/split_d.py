@@ -36,14 +36,8 @@ from typing import Any, ClassVar
 import sympy
 
 from attngen.heuristics import WIDEST_ACC
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import COLUMN_DIM, SPLIT_DIM, WHOLE
+from attngen.ir import COLUMN_DIM, SPLIT_DIM, WHOLE, Access, GridAxis, Kernel, Module, Op, Type, only, tile
 from attngen.ir.expr import cdiv, symbol
-from attngen.ir.grid import GridAxis
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
 from attngen.tiles.sizes import tile_width
 from attngen.transforms.base import Pass
 

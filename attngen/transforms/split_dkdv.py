@@ -16,11 +16,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.heuristics import WIDEST
-from attngen.ir import tile
+from attngen.ir import Kernel, Module, Op, tile
 from attngen.ir.host import Launch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
 from attngen.tiles.sizes import tile_width
 from attngen.transforms.base import Pass
 from attngen.transforms.dce import prune

@@ -29,12 +29,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.heuristics import UNIT
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.expr import Expr, flattened, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Access, Expr, Kernel, Module, Op, Type, flattened, only, symbol, tile
 from attngen.tiles.tiles import visited
 from attngen.transforms.base import Pass
 

@@ -28,14 +28,9 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, first_row
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Access, Blocks, Kernel, Module, Op, Type, first_row, only, tile
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Blocks, Module
 from attngen.ir.names import block_lists
-from attngen.ir.op import Op, only
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import with_rows
 from attngen.tiles.ranges import rows_of

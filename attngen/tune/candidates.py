@@ -10,8 +10,7 @@ from itertools import product
 from typing import Any
 
 from attngen.heuristics import MANY_ROWS, REACH
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.sizes import block_d_choices, lies_in_pages, sizes, streamed_bytes
 from attngen.tiles.tiles import count_tiles, evaluate, repeats

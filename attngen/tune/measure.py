@@ -28,9 +28,8 @@ from attngen.conformance.harness import load_module
 from attngen.conformance.oracle import relative_error
 from attngen.errors import last_line
 from attngen.heuristics import CACHED_KEYS, PACKED
+from attngen.ir import Config, Kernel, Module
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
 from attngen.ir.parser import parse_module
 from attngen.ir.sizes import Sizes
 from attngen.spec import Spec, load_spec

@@ -18,7 +18,7 @@ from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
-from attngen.ir.module import Config
+from attngen.ir import Config
 from attngen.schedule.table import Entry, Table
 from attngen.targets.common.base import short_digest
 from attngen.targets.registry import backend_of, maker_of

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from attngen.ir.module import Config
+from attngen.ir import Config
 from attngen.schedule.table import schedule_of, shown
 from attngen.targets.registry import SPECIALIZERS
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried

@@ -13,9 +13,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from attngen.heuristics import NOISE
+from attngen.ir import Config, Kernel, Module
 from attngen.ir.dtypes import ELEMENTS, of_size
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
 from attngen.lowering.pipeline import specialize, stages
 from attngen.schedule.table import Entry, WarpSpecialized, schedule_of, usable
 from attngen.spec import Schedule, Spec

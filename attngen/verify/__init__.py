@@ -12,8 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from attngen.errors import VerifyError
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import PHASES, Module
+from attngen.ir import PHASES, Kernel, Module
 from attngen.ir.printer import print_module
 from attngen.targets.common.base import Rule
 from attngen.targets.registry import BACKENDS, SPECIALIZERS

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import BITS, INEQUALITIES, TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
+from attngen.ir import BITS, INEQUALITIES, TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
 from attngen.verify.points import agree
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")

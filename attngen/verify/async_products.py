@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.ir import pipe
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, only, pipe
 
 
 def wgmma_waits(module: Module, kernel: Kernel) -> Iterator[str]:

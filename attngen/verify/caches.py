@@ -6,12 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.dims import AXIS_DIM, SIDES
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import AXIS_DIM, SIDES, Kernel, Module, only, pipe, symbol, tile
 
 
 def of_all_columns(index: tuple[Any, ...]) -> tuple[Any, ...]:

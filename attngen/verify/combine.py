@@ -9,15 +9,11 @@ from collections.abc import Iterator, Set
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Kernel, Module, only, tile
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import LSE_PARTIALS, SUM_PARTIALS
-from attngen.ir.op import only
 from attngen.ir.split_kv import combined_work_items, work_item
 from attngen.verify.algebra import LN2, LOG2E, equal
 from attngen.verify.values import Header, Values, scale_of

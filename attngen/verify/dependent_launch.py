@@ -6,12 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product, takewhile
 
-from attngen.ir import tile
-from attngen.ir.core import TENSORS
+from attngen.ir import TENSORS, Kernel, Module, Op, only, tile
 from attngen.ir.host import Alloc, Host, If, Launch, View
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
 
 
 def dependent_launch(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -6,10 +6,9 @@ import keyword
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from attngen.ir import Config, Kernel, Module, input_tensors
 from attngen.ir.dtypes import ELEMENTS, agree
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module, input_tensors
 from attngen.ir.names import OUTPUTS
 from attngen.targets.registry import BACKENDS
 

@@ -7,14 +7,10 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import TENSORS, Type
-from attngen.ir.dims import AXIS_DIM, SPLIT_DIM, WHOLE, dimension
+from attngen.ir import AXIS_DIM, SPLIT_DIM, TENSORS, WHOLE, Kernel, Module, Op, Type, dimension, only, tile
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.host import COLUMN_VIEWS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import (
     AXES,
     DROPOUT_SCALARS,
@@ -29,7 +25,6 @@ from attngen.ir.names import (
     of_sequence,
     tensor_dtype,
 )
-from attngen.ir.op import Op, only
 from attngen.ir.prove import prove_le
 from attngen.ir.split_kv import max_work_items
 from attngen.tiles.launches import rows_are_aligned

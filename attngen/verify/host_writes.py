@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import Bool
+from attngen.ir import Bool, Module, Op, only, tile
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, View
-from attngen.ir.module import Module
 from attngen.ir.names import (
     INTEGERS,
 )
-from attngen.ir.op import Op, only
 
 POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # sizes that are never 0
 

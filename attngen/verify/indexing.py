@@ -8,16 +8,13 @@ from typing import Any
 import sympy
 
 from attngen.heuristics import STRIP
-from attngen.ir import tile
+from attngen.ir import Kernel, Module, only, tile
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, SPLIT_DIM, dimension, first_row
 from attngen.ir.expr import Bool, conjuncts, floordiv, select, span, symbol, symbol_names
 from attngen.ir.expr_text import to_text
 from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import AXES, CALL_ROWS, PAIRS, ROW_AXES
-from attngen.ir.op import only
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import sharing as sharing_axes
 from attngen.ir.split_kv import combined_work_items, work_item

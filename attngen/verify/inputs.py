@@ -8,9 +8,7 @@ import re
 from collections.abc import Iterator
 
 from attngen.errors import VerifyError
-from attngen.ir.core import Type
-from attngen.ir.expr_text import parse
-from attngen.ir.module import Module
+from attngen.ir import Module, Type, parse
 from attngen.ir.names import (
     BLOCKS,
     GRADIENT_SYMBOLS,

@@ -7,12 +7,7 @@ from functools import cache
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import Bool, conjuncts
-from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Bool, Kernel, Module, Op, conjuncts, only, tile, to_text
 from attngen.tiles.intervals import implies
 from attngen.verify.algebra import alike, normal, same
 from attngen.verify.scores import softmaxes

@@ -21,14 +21,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access
-from attngen.ir.dims import first_row
-from attngen.ir.expr import floordiv, mod, symbol
-from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Access, Kernel, Module, Op, first_row, floordiv, mod, only, symbol, tile, to_text
 from attngen.ir.split_axes import sharing
 from attngen.tiles.order import first_first_order, last_first_order, order_by_direction, order_ops
 

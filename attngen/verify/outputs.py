@@ -6,13 +6,8 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import Expr, exp2, finite, log2, select, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import AXIS_DIM, Expr, Kernel, Module, exp2, finite, log2, only, select, symbol, tile
 from attngen.ir.names import ROW_STATS
-from attngen.ir.op import only
 from attngen.verify.algebra import LN2, LOG2E, equal
 from attngen.verify.combine import ONE, equals
 from attngen.verify.scores import softmaxes

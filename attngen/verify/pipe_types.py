@@ -6,10 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, only, pipe, tile
 from attngen.verify.pipeline_types import PIPELINE_ERRORS
 from attngen.verify.types import semaphore_errors, types
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import Op, only
+from attngen.ir import AXIS_DIM, Kernel, Op, Type, only, pipe, tile
 from attngen.tiles.intervals import mentions
 
 _OWN_DIM = {

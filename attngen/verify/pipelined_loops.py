@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attngen.interp.numeric import compiled
-from attngen.ir import pipe, tile
-from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Kernel, Module, only, pipe, tile, to_text
 from attngen.tiles.order import whole_range
 from attngen.tiles.warp_groups import instance_bounds
 

@@ -9,13 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.dims import SIDES
-from attngen.ir.expr_text import to_text
-from attngen.ir.fields import Ranges
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import SIDES, Kernel, Module, Op, Ranges, only, pipe, tile, to_text
 from attngen.tiles.order import order_ops
 from attngen.verify.caches import of_all_columns, page_of, places
 

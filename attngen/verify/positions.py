@@ -7,13 +7,8 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import TENSORS
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.expr_text import to_text
+from attngen.ir import TENSORS, Expr, Kernel, Module, symbol, tile, to_text
 from attngen.ir.host import Alloc, Host, Launch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import CALL_ROWS, SHAPES, START_RANKS, STARTS, WHOLE_LENGTHS
 from attngen.tiles.tiles import tile_loops
 

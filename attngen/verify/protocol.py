@@ -49,10 +49,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from attngen.interp.numeric import compiled
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, only, pipe, tile
 from attngen.verify.automata import Protocol, Step, TileLoop, WarpGroupSteps
 from attngen.verify.machine import violation
 

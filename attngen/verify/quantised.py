@@ -8,13 +8,8 @@ from collections.abc import Iterator
 import sympy
 
 from attngen.interp.e4m3 import LARGEST
-from attngen.ir import tile
-from attngen.ir.expr import Expr, select, symbol
-from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Expr, Kernel, Module, Op, only, select, symbol, tile, to_text
 from attngen.ir.names import SCALES
-from attngen.ir.op import Op, only
 from attngen.verify.values import Values, quantised_load, scale_of
 
 

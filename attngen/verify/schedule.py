@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.devices import CLASSES
-from attngen.ir import tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Kernel, Module, only, tile
 from attngen.tiles.sizes import elem_sizes
 
 

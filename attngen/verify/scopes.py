@@ -7,10 +7,7 @@ from typing import Any
 
 import networkx as nx
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, only, pipe, tile
 
 
 def defined_in_scope(module: Module, kernel: Kernel) -> Iterator[str]:

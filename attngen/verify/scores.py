@@ -7,12 +7,7 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import LARGEST, Expr, exp2, finite, log2, select
-from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import LARGEST, Expr, Kernel, Module, Op, exp2, finite, log2, only, select, tile, to_text
 from attngen.verify.algebra import LOG2E, equal, normal, same
 from attngen.verify.values import PRODUCT, SCALE, Header, Values
 

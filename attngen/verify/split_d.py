@@ -6,13 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of
+from attngen.ir import AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, Config, Kernel, Module, axis_of, only, tile
 from attngen.ir.expr import cdiv, conjuncts, symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
 from attngen.tiles.sizes import tile_width
 
 

@@ -8,16 +8,12 @@ from collections.abc import Iterator
 import networkx as nx
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import DTYPE_BYTES, TENSORS, Type
+from attngen.ir import DTYPE_BYTES, TENSORS, Kernel, Module, Type, only, pipe, tile
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, dimension
 from attngen.ir.dtypes import result_type
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import AXES, BLOCKS, DIMS
-from attngen.ir.op import only
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import head_range, ranges, shared, sharing
 from attngen.verify.header import names_in

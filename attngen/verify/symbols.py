@@ -6,15 +6,12 @@ import keyword
 from collections.abc import Iterator
 from typing import Any
 
-from attngen.ir import tile
+from attngen.ir import Kernel, Module, Op, tile
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, PADDED, SPLIT_DIM, WHOLE
 from attngen.ir.expr import cdiv, floordiv, mod, symbol_names
 from attngen.ir.expr_text import to_text
 from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import ROW_AXES
-from attngen.ir.op import Op
 from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}

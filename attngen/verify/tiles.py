@@ -8,15 +8,10 @@ from typing import Any
 import sympy
 
 from attngen.heuristics import STRIP
-from attngen.ir import tile
-from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Access, Kernel, Module, Op, only, tile
 from attngen.ir.expr import conjuncts, select, symbol, symbol_names
 from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
-from attngen.ir.op import Op, only
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import ranges
 from attngen.tiles.boundary import PLACES, data_of, is_full_unless, unswitch_condition

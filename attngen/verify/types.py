@@ -9,15 +9,10 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import AXIS_DIM, GROUPED, dimension
+from attngen.ir import AXIS_DIM, GROUPED, Access, Kernel, Module, Op, Type, dimension, tile
 from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names
 from attngen.ir.expr_text import to_text
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import INTEGERS, ROW_AXES, START_RANKS
-from attngen.ir.op import Op
 
 SCORES = ("BLOCK_Q", "BLOCK_KV")
 POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"))  # positions and sizes of tiles

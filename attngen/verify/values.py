@@ -15,16 +15,11 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import AXIS_EXTENT, dimension
+from attngen.ir import AXIS_EXTENT, Access, Kernel, Module, Op, Read, Type, dimension, only, tile
 from attngen.ir.expr import Bool, Expr, conjuncts, floordiv, mod, select, span, symbol
 from attngen.ir.expr_text import to_text
 from attngen.ir.heads import SHARINGS
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module, Read
 from attngen.ir.names import SCALES
-from attngen.ir.op import Op, only
 from attngen.verify.algebra import normal
 
 PRODUCT = symbol("s")

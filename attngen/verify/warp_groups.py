@@ -6,11 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.devices import CLASSES
-from attngen.ir import pipe
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import AXIS_DIM, Kernel, Module, only, pipe
 from attngen.tiles.launches import groups, lane_registers
 
 

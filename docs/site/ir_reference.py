@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 
 from attngen.builders import build_module
 from attngen.errors import suggest
-from attngen.ir import pipe, tile
-from attngen.ir.core import Access, Type
+from attngen.ir import Access, Block, Op, Type, WarpGroup, pipe, tile
 from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.host import HOST, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Cache, Config, Derived, Input, InputGradient, Meaning, Module, Read
-from attngen.ir.op import Block, Op, WarpGroup
 from attngen.lowering.pipeline import passes
 from attngen.spec import make_spec
 from attngen.verify import rules, warp_specialized_rules

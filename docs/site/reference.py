@@ -18,8 +18,8 @@ import attngen
 from attngen.builders import build_module
 from attngen.cli import COMMANDS, app
 from attngen.codegen.signature import Signature, signature
+from attngen.ir import Input
 from attngen.ir.dtypes import TORCH
-from attngen.ir.module import Input
 from attngen.ir.names import INTEGERS
 from attngen.lang import limits
 from attngen.lang.meanings import FUNCTIONS, OPERATORS

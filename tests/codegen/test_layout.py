@@ -15,7 +15,7 @@ from attngen.codegen import layout, lines
 from attngen.codegen.breaking import statement
 from attngen.codegen.render import render
 from attngen.errors import SpecError
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from tests.helpers import ROOT

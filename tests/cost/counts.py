@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
-from attngen.ir.expr import Expr
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import Op
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Access, Expr, Kernel, Op, Type, tile
 
 FUNCTIONS = {
     "floordiv": lambda a, b: a // b,

@@ -12,9 +12,7 @@ from attngen.cost.flops import executed_flops, total_tiles, useful_flops
 from attngen.cost.io import CACHE, IN_FLIGHT, Traffic, dram_bytes, hbm_bytes, left_in_cache, standard_bytes
 from attngen.cost.roofline import Problem, values
 from attngen.devices import CLASSES
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import to_text
-from attngen.ir.module import Config
+from attngen.ir import Config, symbol, to_text
 from attngen.lowering.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.targets.triton.cost import fitted, occupancy

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from attngen.cost.memory import scratch
 from attngen.cost.roofline import Problem
-from attngen.ir.expr_text import to_text
+from attngen.ir import to_text
 from attngen.report.explain import explain
 from tests.helpers import target
 

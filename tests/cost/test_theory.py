@@ -40,8 +40,7 @@ from attngen.cost.theory import (
 )
 from attngen.cost.theory import moved as moved_elements
 from attngen.devices import CLASSES
-from attngen.ir.expr import symbol
-from attngen.ir.module import Module
+from attngen.ir import Module, symbol
 from attngen.ir.names import DIRECTIONS
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module

@@ -6,8 +6,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_kernel, print_module
 from attngen.spec import Spec, make_spec

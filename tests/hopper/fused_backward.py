@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.spec import Spec, make_spec
 from tests.helpers import stages_of
 from tests.hopper.common import edited_module, lines_of, removed_and_added

@@ -12,8 +12,7 @@ import pytest
 from attngen.certify.certificate import chosen, keep, record, recorded, stale, violations, why_not
 from attngen.cli import main
 from attngen.codegen.render import render
-from attngen.ir.expr_text import parse, to_text
-from attngen.ir.module import Module
+from attngen.ir import Module, parse, to_text
 from attngen.lowering.pipeline import lower
 from attngen.report.explain import Line, fit_table
 from attngen.spec import make_spec

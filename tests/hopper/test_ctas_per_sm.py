@@ -14,7 +14,7 @@ import torch
 from attngen.codegen.render import render
 from attngen.errors import IRError, VerifyError
 from attngen.interp.warp_groups import Deadlock
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_kernel, print_module
 from attngen.lowering.pipeline import lower

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import BuildError
-from attngen.ir.module import Config
+from attngen.ir import Config
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

@@ -16,10 +16,7 @@ from attngen.errors import VerifyError
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
 from attngen.interp.warp_groups import WarpSpecializedLaunch
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Kernel, Module, only, pipe, tile
 from attngen.lowering.pipeline import lower, specialize, stages, unspecialized
 from attngen.spec import Spec, make_spec
 from attngen.targets.hopper.configs.common import smem_limit

@@ -10,10 +10,8 @@ import pytest
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.heuristics import SHORT_ROWS
-from attngen.ir import pipe
-from attngen.ir.module import Module, input_tensors
+from attngen.ir import Module, input_tensors, only, pipe
 from attngen.ir.names import OF_CACHE, OF_OUTPUTS
-from attngen.ir.op import only
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_kernel, print_module
 from attngen.lang.names import name_problem

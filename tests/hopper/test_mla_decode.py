@@ -14,8 +14,7 @@ from attngen.codegen.render import render
 from attngen.interp.tile import execute_kernel
 from attngen.interp.values import DOUBLE
 from attngen.interp.warp_groups import Deadlock, WarpSpecializedLaunch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module
 from attngen.ir.printer import print_kernel, print_op
 from attngen.lowering.pipeline import lower, stages, unspecialized
 from attngen.report.timeline import Timeline

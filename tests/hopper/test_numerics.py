@@ -11,7 +11,7 @@ from attngen.builders import build_module
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
 from attngen.interp.warp_groups import Deadlock, WarpSpecializedLaunch
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.spec import Spec
 from tests.hopper.common import WARP_SPECIALIZED, edited, hopper_spec, lowered
 from tests.transforms.equality import Call, Unequal, must_be_equal, naive, with_many_queries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.ir.kernel import Kernel
+from attngen.ir import Kernel
 from attngen.verify.machine import violation
 from attngen.verify.protocol import protocol_of
 from tests.hopper.common import edited, forward_kernel

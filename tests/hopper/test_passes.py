@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.codegen.render import render
-from attngen.ir import pipe
-from attngen.ir.op import only
+from attngen.ir import only, pipe
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_kernel, print_module
 from attngen.lowering.pipeline import lower

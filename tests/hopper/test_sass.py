@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import Block, WarpGroup
+from attngen.ir import Block, Kernel, WarpGroup
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.targets.common.base import CompileReport

@@ -17,8 +17,7 @@ from attngen.errors import VerifyError
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
 from attngen.interp.warp_groups import WarpSpecializedLaunch
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module
 from attngen.lowering.pipeline import stages, unspecialized
 from attngen.spec import Spec, make_spec
 from attngen.targets.hopper.configs.common import smem_limit

@@ -14,9 +14,7 @@ import pytest
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.interp.warp_groups import WarpSpecializedLaunch
-from attngen.ir import pipe
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Module, only, pipe
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_kernel, print_module
 from attngen.lowering.pipeline import specialize

@@ -11,10 +11,7 @@ import pytest
 
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
-from attngen.ir import tile
-from attngen.ir.expr_text import parse
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Module, only, parse, tile
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

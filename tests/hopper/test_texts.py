@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from attngen.codegen.files import write_file
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.schedule.choice import choose
 from attngen.schedule.table import committed
 from attngen.spec import Spec

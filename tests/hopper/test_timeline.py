@@ -13,7 +13,7 @@ import pytest
 from attngen.cli import main
 from attngen.codegen.render import render
 from attngen.cost.roofline import Problem
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.printer import print_module
 from attngen.report.graphviz import to_dot
 from attngen.report.lanes import MEANING, STYLE, lanes, style, svg

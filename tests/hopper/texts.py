@@ -13,8 +13,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, DoesNotFit, Module
+from attngen.ir import Config, DoesNotFit, Kernel, Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.targets.hopper import HOPPER

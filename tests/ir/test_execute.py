@@ -16,9 +16,7 @@ from attngen.interp.numeric import value
 from attngen.interp.philox import keep_scores, philox
 from attngen.interp.tile import execute_kernel, run_together
 from attngen.interp.values import DOUBLE, SINGLE, OutsideTensor, spread
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import parse
-from attngen.ir.module import Module
+from attngen.ir import Module, parse, symbol
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.targets.triton.legalize import LegalizeTriton

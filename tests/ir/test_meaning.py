@@ -15,8 +15,7 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import parse, to_text
+from attngen.ir import parse, symbol, to_text
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

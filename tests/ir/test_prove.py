@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 import sympy
 
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import parse
+from attngen.ir import parse, symbol
 from attngen.ir.prove import entails, prove_le
 
 SYMBOLS = [symbol(name) for name in ("BLOCK_KV", "BLOCK_Q", "Nq", "kv_start", "q_start")]

@@ -7,13 +7,7 @@ from dataclasses import replace
 import pytest
 
 from attngen.cost.io import l2_bytes
-from attngen.ir import tile
-from attngen.ir.core import Type
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.expr_text import parse
-from attngen.ir.grid import GridAxis
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Expr, GridAxis, Kernel, Module, Type, parse, symbol, tile
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.ir.split_axes import part, whole

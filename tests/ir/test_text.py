@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attngen.codegen.render import render
 from attngen.errors import AttngenError, IRError, VerifyError
-from attngen.ir.expr_text import parse, to_text
+from attngen.ir import parse, to_text
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.verify import verify

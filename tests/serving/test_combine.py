@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower, stages

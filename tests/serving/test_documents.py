@@ -18,7 +18,7 @@ from attngen.conformance.kv_cache import POISON, CacheCase, Call, make_call, run
 from attngen.errors import BuildError, VerifyError
 from attngen.interp.host import execute_host
 from attngen.interp.tile import _split_places
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

@@ -22,9 +22,7 @@ from attngen.heuristics import WAVES
 from attngen.interp.host import execute_host
 from attngen.interp.numeric import value
 from attngen.interp.values import DOUBLE
-from attngen.ir.expr import portion
-from attngen.ir.expr_text import parse, to_text
-from attngen.ir.module import Module
+from attngen.ir import Module, parse, portion, to_text
 from attngen.ir.names import OF_CACHE
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_kernel, print_module

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attngen.errors import SpecError, VerifyError
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.spec import make_spec

@@ -13,7 +13,7 @@ import torch
 from attngen.conformance.kv_cache import CacheCase, cache_cases, make_call, run_cache_case
 from attngen.errors import SpecError, VerifyError
 from attngen.interp.e4m3 import NUMBERS, numbers, pairs
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

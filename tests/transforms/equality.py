@@ -24,10 +24,8 @@ from attngen.conformance.oracle import (
 )
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
-from attngen.ir.expr import symbol
+from attngen.ir import Module, Op, symbol
 from attngen.ir.host import If
-from attngen.ir.module import Module
-from attngen.ir.op import Op
 from attngen.ir.sizes import Sizes
 from attngen.spec import Spec
 from attngen.transforms.base import Pass

@@ -23,7 +23,7 @@ import torch
 
 from attngen.builders import build_module
 from attngen.errors import SpecError
-from attngen.ir.module import Module
+from attngen.ir import Module
 from attngen.ir.names import OUTPUTS
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module

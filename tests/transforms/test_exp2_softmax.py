@@ -10,8 +10,7 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import exp2, log2, symbol
-from attngen.ir.expr_text import parse, to_text
+from attngen.ir import exp2, log2, parse, symbol, to_text
 from attngen.transforms.exp2_softmax import Exp2Softmax, in_base_two
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified

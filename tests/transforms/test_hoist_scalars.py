@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.expr_text import parse
+from attngen.ir import parse
 from attngen.transforms.hoist_scalars import HoistScalars
 from attngen.verify import verify
 from attngen.verify.types import _integers_of

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir import tile
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Module, only, tile
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

@@ -30,9 +30,7 @@ from attngen.builders.backward import build_dkdv
 from attngen.builders.forward import build_forward
 from attngen.conformance.derive import derive
 from attngen.errors import SpecError
-from attngen.ir.expr import clamp, floordiv, mod, select
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Read
+from attngen.ir import Kernel, Read, clamp, floordiv, mod, select
 from attngen.ir.sizes import Sizes
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec

@@ -20,7 +20,7 @@ from attngen.cost.report import report
 from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES
 from attngen.errors import FitError, VerifyError
-from attngen.ir.module import Config
+from attngen.ir import Config
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower, stages

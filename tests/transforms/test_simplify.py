@@ -6,10 +6,7 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir import tile
-from attngen.ir.expr import conjuncts, symbol
-from attngen.ir.expr_text import parse, to_text
-from attngen.ir.op import only
+from attngen.ir import conjuncts, only, parse, symbol, tile, to_text
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.transforms.simplify import Simplify, simplify_condition

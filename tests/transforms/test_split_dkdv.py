@@ -9,8 +9,7 @@ from attngen.codegen.render import render
 from attngen.conformance.cases import Case, heads_for
 from attngen.conformance.harness import run_case
 from attngen.errors import VerifyError
-from attngen.ir import tile
-from attngen.ir.op import only
+from attngen.ir import only, tile
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

@@ -12,8 +12,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import parse
+from attngen.ir import parse, symbol
 from attngen.masks.causal import Causal
 from attngen.masks.key_padding import KeyPadding
 from attngen.masks.sliding_window import SlidingWindow

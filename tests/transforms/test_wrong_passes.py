@@ -13,11 +13,8 @@ import sympy
 
 from attngen.builders import build_module
 from attngen.errors import AttngenError
-from attngen.ir import tile
-from attngen.ir.expr import symbol
+from attngen.ir import Module, Op, symbol, tile
 from attngen.ir.host import Alloc, Copy, Launch, ListBlocks, Place, SumDistances, View
-from attngen.ir.module import Module
-from attngen.ir.op import Op
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.transforms.base import Pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir.module import Config
+from attngen.ir import Config
 from attngen.schedule.table import schedule_of, shown
 from attngen.targets.registry import SPECIALIZERS
 from attngen.tune.workers import Lost

@@ -13,7 +13,7 @@ from attngen.cost.report import report
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.heuristics import MODELLED, RANGES, SHORT_ROWS
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

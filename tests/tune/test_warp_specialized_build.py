@@ -13,7 +13,7 @@ import pytest
 
 from attngen.codegen.render import render
 from attngen.errors import AttngenError
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Module
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower

@@ -10,7 +10,7 @@ from attngen.builders import FORWARD_VARIANTS, build_module
 from attngen.builders.host import ForwardVariant, build_hosts
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
-from attngen.ir.expr import symbol
+from attngen.ir import symbol
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.spec import make_spec

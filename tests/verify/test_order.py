@@ -12,10 +12,7 @@ import torch
 
 from attngen.conformance.derive import derive
 from attngen.errors import VerifyError
-from attngen.ir import tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Kernel, Module, only, tile
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.ir.sizes import Sizes

@@ -9,7 +9,7 @@ import pytest
 import sympy
 from mpmath import iv
 
-from attngen.ir.expr_text import parse
+from attngen.ir import parse
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify.algebra import alike, equal, normal

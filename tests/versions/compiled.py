@@ -14,8 +14,7 @@ from typing import Any
 
 from attngen.certify.certificate import TOLERANCE, chosen, reason
 from attngen.devices import CLASSES
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module
 from attngen.ir.parser import parse_module
 from attngen.targets.common.base import CompileReport
 from attngen.targets.triton.compiler import compile_all, job, triton_version

@@ -9,8 +9,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module
 from attngen.ir.parser import parse_module
 
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -22,7 +22,7 @@ from attngen.integrations.transformers.formula import Formula, in_documents
 from attngen.integrations.transformers.layer import Layer, Padded
 from attngen.integrations.transformers.mask import Mask
 from attngen.integrations.transformers.ranks import BatchPlan, OverRanks
-from attngen.ir.module import Module
+from attngen.ir import Module
 
 ROWS = ("input_ids", "inputs_embeds", "labels", "position_ids", "attention_mask")
 STARTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")  # of packed documents

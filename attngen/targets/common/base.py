@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from attngen.ir.expr import Expr
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Expr, Kernel, Module
 from attngen.transforms.base import Pass
 
 Rule = Callable[[Module, Kernel], Iterator[str]]  # a rule of the verifier: yields a sentence per violation

@@ -11,13 +11,9 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, GROUPED, TILED
+from attngen.ir import AXIS_DIM, GROUPED, TILED, Access, Op, only, symbol, tile
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import symbol
 from attngen.ir.names import SIZES, STATISTICS, stride_names
-from attngen.ir.op import Op, only
 from attngen.targets.printing.memory_views import applies, in_range
 from attngen.targets.printing.program_views import ProgramContext
 from attngen.targets.printing.split_kv import split_args

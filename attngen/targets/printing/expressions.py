@@ -6,13 +6,8 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM, GROUPED, PADDED
-from attngen.ir.expr import Expr
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import AXIS_DIM, GROUPED, PADDED, Expr, Kernel, Module, Op, tile
 from attngen.ir.names import ROW_AXES
-from attngen.ir.op import Op
 from attngen.targets.printing.printer import to_triton
 
 

@@ -6,12 +6,10 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.core import Access
+from attngen.ir import Access, only, tile
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of, dimension, first_row
 from attngen.ir.expr import Bool, symbol
 from attngen.ir.names import ROW_AXES, STARTS, stride_names
-from attngen.ir.op import only
 from attngen.targets.printing.expressions import ExpressionContext
 
 NEAR_ROWS = 256  # offsets in so many rows fit 32 bits, because calls keep the row stride below 2**23 elements

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM, COLUMN_DIM, SPLIT_DIM
-from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis
+from attngen.ir import AXIS_DIM, COLUMN_DIM, REVERSED_GROUP, SPLIT_DIM, SPLIT_SYMBOLS, GridAxis, only, tile
 from attngen.ir.names import ROW_AXES
-from attngen.ir.op import only
 from attngen.targets.printing.memory_views import MemoryContext
 from attngen.targets.printing.split_kv import split_args
 

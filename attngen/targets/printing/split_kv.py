@@ -7,9 +7,7 @@ from typing import Any
 import sympy
 
 from attngen.heuristics import LEAST_UNITS, UNIT
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module, symbol
 from attngen.ir.names import stride_names
 from attngen.ir.split_kv import units_of
 from attngen.targets.printing.printer import to_triton

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from attngen.devices import CLASSES
-from attngen.ir import tile
+from attngen.ir import Config, Kernel, Module, tile
 from attngen.ir.dtypes import of_size
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
 from attngen.ir.names import ROWS, stride_names
 from attngen.targets.common.ahead import (
     FLAGS,

@@ -21,10 +21,7 @@ from pathlib import Path
 
 from attngen.devices import CLASSES, DeviceClass
 from attngen.heuristics import MANY_ROWS, REACH, WIDEST_ACC
-from attngen.ir import tile
-from attngen.ir.dims import unpadded
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module, tile, unpadded
 from attngen.targets.triton.fit import why_not_fit
 from attngen.targets.triton.matrix_units import from_shared, score_tile
 from attngen.targets.triton.registers import registers_per_thread

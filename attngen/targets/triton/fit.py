@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from attngen.devices import CLASSES
-from attngen.ir import tile
-from attngen.ir.dims import unpadded
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import Config, Kernel, Module, only, tile, unpadded
 from attngen.targets.triton.matrix_units import SCORES, aligned, by_warp_groups, in_tf32, takes_scores
 from attngen.targets.triton.sram import is_continued, is_read_alike, reduces_single_product, sram_bytes
 from attngen.tiles.sizes import mode, sizes

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, DeviceClass
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Kernel, Module
 from attngen.tiles.sizes import elem_sizes
 
 OWN_CONFIGS = "interpreter"  # in place of a device class in the tables

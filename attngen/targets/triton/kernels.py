@@ -6,9 +6,7 @@ import json
 from typing import Any
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
-from attngen.ir import tile
-from attngen.ir.dims import PADDED
-from attngen.ir.module import DoesNotFit, Module
+from attngen.ir import PADDED, DoesNotFit, Module, tile
 from attngen.targets.common.base import Printed
 from attngen.targets.printing.context import KernelContext
 from attngen.targets.printing.split_kv import split_functions

@@ -24,14 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.heuristics import WIDE
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import WHOLE, axis_of
+from attngen.ir import WHOLE, Access, Kernel, Module, Op, Type, axis_of, symbol, tile
 from attngen.ir.dtypes import by_precision
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
 from attngen.transforms.base import Pass, padded
 
 

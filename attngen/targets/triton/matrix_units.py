@@ -6,10 +6,7 @@ from functools import cache
 from typing import TypeGuard
 
 from attngen.devices import CLASSES
-from attngen.ir import tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import Op, only
+from attngen.ir import Config, Kernel, Module, Op, only, tile
 from attngen.tiles.sizes import mode, sizes
 
 MFMA_ROWS = 32  # rows of the largest matrix instruction of gfx942

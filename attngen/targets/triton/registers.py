@@ -8,11 +8,7 @@ from functools import cache, lru_cache
 import sympy
 
 from attngen.devices import CLASSES
-from attngen.ir import tile
-from attngen.ir.expr import Expr
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import Config, Expr, Kernel, Module, only, tile
 from attngen.targets.triton.matrix_units import SCORES, from_shared, in_sram
 from attngen.targets.triton.sram import in_loop, is_rewritten, pair_bytes
 from attngen.tiles.sizes import ELEM, sizes, tile_bytes

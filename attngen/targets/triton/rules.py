@@ -6,13 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.devices import CLASSES
-from attngen.ir import tile
-from attngen.ir.core import TENSORS
-from attngen.ir.dims import AXIS_DIM, PADDED, axis_of, unpadded
+from attngen.ir import AXIS_DIM, PADDED, TENSORS, Config, Kernel, Module, axis_of, only, tile, unpadded
 from attngen.ir.dtypes import QUANTISED, by_precision
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
 from attngen.targets.triton.fit import why_not_fit
 from attngen.tiles.launches import combine_warps
 from attngen.tiles.sizes import tile_width

@@ -9,13 +9,8 @@ import sympy
 
 from attngen.devices import CLASSES, DeviceClass
 from attngen.heuristics import COMBINE_COLUMNS_PER_THREAD
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import Expr, cdiv, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
+from attngen.ir import AXIS_DIM, Config, Expr, Kernel, Module, Op, cdiv, only, symbol, tile
 from attngen.ir.names import STATISTICS
-from attngen.ir.op import Op, only
 from attngen.targets.triton.matrix_units import (
     MFMA_ROWS,
     SCORES,

@@ -19,13 +19,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.heuristics import UNIT
-from attngen.ir import tile
-from attngen.ir.dims import SPLIT_DIM
+from attngen.ir import SPLIT_DIM, Kernel, Module, Op, only, tile
 from attngen.ir.dtypes import QUANTISED
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
 from attngen.ir.names import CACHED, SCALES
-from attngen.ir.op import Op, only
 from attngen.transforms.base import Pass
 
 

@@ -6,9 +6,7 @@ occurs there, and otherwise in the header.
 
 from __future__ import annotations
 
-from attngen.ir.expr import symbol
-from attngen.ir.expr_text import to_text
-from attngen.ir.grid import GridAxis
+from attngen.ir import GridAxis, symbol, to_text
 from attngen.ir.split_axes import part
 
 PART_OF_TILES = " .. ".join(

@@ -6,9 +6,7 @@ named barrier, or, in pipelines with `mbarrier_release`, by a second mbarrier th
 
 from __future__ import annotations
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import Block, only
+from attngen.ir import Block, Kernel, only, pipe, tile
 
 EXCHANGING = 2  # warp groups that exchange tiles of P through a pipeline
 

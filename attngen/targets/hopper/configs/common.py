@@ -5,12 +5,7 @@ from __future__ import annotations
 
 from attngen.devices import CLASSES
 from attngen.heuristics import WIDEST_ACC
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import cos, erf, log2, sin
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import AXIS_DIM, Kernel, Module, Op, cos, erf, log2, only, sin, tile
 from attngen.targets.hopper.configs.sm90 import DEVICE, FORWARD, ROWS
 
 NARROW = 64  # head_dim up to which the softmax takes as long as the matrix products

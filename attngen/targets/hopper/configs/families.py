@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
+from attngen.ir import Kernel, Module
 from attngen.targets.hopper.configs.sm90 import DECODE, FORWARD, FUSED, JVP, SEPARATE_BACKWARD
 
 Change = Callable[[Kernel], Kernel]

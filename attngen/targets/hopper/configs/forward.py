@@ -6,10 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from attngen.heuristics import SHORT_ROWS
-from attngen.ir import tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import Config, Kernel, Module, only, tile
 from attngen.targets.hopper.configs.common import (
     FEW_ROWS,
     LIGHT_OPS,

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 
 from sympy.core.relational import Relational
 
-from attngen.ir import tile
-from attngen.ir.expr import Bool
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import Bool, Config, Kernel, Module, only, tile
 from attngen.targets.hopper.configs.common import (
     LIGHT_OPS,
     MEDIUM,

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir import tile
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import AXIS_DIM, Config, Kernel, Module, only, symbol, tile
 from attngen.targets.hopper.configs.common import MEDIUM, NARROW, infeasible_in_any_family, ops_per_score
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.sm90 import DEVICE, FUSED, NAME, ROWS

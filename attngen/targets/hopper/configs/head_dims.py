@@ -8,9 +8,7 @@ the accumulator of O are padded to the next power of two; the padding is not sto
 
 from __future__ import annotations
 
-from attngen.ir import pipe
-from attngen.ir.dims import SIDES, unpadded
-from attngen.ir.module import Module
+from attngen.ir import SIDES, Module, pipe, unpadded
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.tiles.sizes import tile_width
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir import tile
-from attngen.ir.expr import symbol
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import Config, Module, only, symbol, tile
 from attngen.targets.hopper.configs.common import NARROW, infeasible_in_any_family, is_row_vector, ops_per_score
 from attngen.targets.hopper.configs.sm90 import DEVICE, JVP, NAME, ROWS
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir import tile
-from attngen.ir.dims import SIDES
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import SIDES, Config, Kernel, Module, only, tile
 from attngen.targets.hopper.configs.common import (
     LIGHT_OPS,
     has_positional_modifier,

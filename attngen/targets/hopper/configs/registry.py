@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from attngen.ir.module import Config, Module
+from attngen.ir import Config, Module
 from attngen.targets.common.base import Specialization
 from attngen.targets.hopper.configs import common, forward, fused_backward, jvp, mla_decode, separate_backward
 from attngen.targets.hopper.configs.sm90 import DECODE, FORWARD, FUSED, JVP, SEPARATE_BACKWARD

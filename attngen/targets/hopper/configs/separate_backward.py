@@ -3,12 +3,7 @@ configs."""
 
 from __future__ import annotations
 
-from attngen.ir import tile
-from attngen.ir.dims import MEMBER
-from attngen.ir.expr import symbol, symbol_names
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import Op, only
+from attngen.ir import MEMBER, Config, Kernel, Module, Op, only, symbol, symbol_names, tile
 from attngen.targets.hopper.configs.common import infeasible_in_any_family, is_row_vector, is_shared, ops_per_score
 from attngen.targets.hopper.configs.sm90 import DEVICE, DV_KERNEL, NAME, ROWS, SEPARATE_BACKWARD
 

@@ -3,11 +3,7 @@ each tile that it fetches."""
 
 from __future__ import annotations
 
-from attngen.ir import pipe
-from attngen.ir.dims import AXIS_DIM, first_row
-from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
-from attngen.ir.kernel import Kernel
-from attngen.ir.op import only
+from attngen.ir import AXIS_DIM, REVERSED_GROUP, SPLIT_SYMBOLS, Kernel, first_row, only, pipe
 
 WORK_STAGES = 2  # of the pipeline of work tiles
 

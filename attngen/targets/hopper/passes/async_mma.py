@@ -43,10 +43,7 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, only, pipe, tile
 from attngen.targets.hopper.configs.common import overlaps_softmax
 from attngen.transforms.base import Pass
 

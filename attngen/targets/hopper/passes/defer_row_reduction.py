@@ -29,12 +29,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, Type, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.families import with_forward, with_jvp, with_mla_decode
 from attngen.transforms.base import Pass
 

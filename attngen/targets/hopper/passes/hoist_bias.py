@@ -29,12 +29,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.expr import Expr, conjuncts, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Expr, Kernel, Module, Op, Type, conjuncts, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.families import with_forward
 from attngen.targets.hopper.configs.forward_schedule import keeps_column_bias
 from attngen.tiles.intervals import implies

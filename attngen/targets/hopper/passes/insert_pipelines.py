@@ -46,11 +46,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.common import is_row_vector
 from attngen.targets.hopper.configs.head_dims import piece_of
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode

@@ -45,12 +45,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import SIDES, axis_of
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import SIDES, Access, Block, Kernel, Module, Op, Type, axis_of, only, pipe, tile
 from attngen.targets.hopper.configs.barriers import is_consumed_in_loop
 from attngen.targets.hopper.configs.common import overlaps_softmax
 from attngen.targets.hopper.configs.forward_schedule import output_stage_width, outputs_fit_q_stage

@@ -20,10 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import ClassVar
 
-from attngen.ir import pipe
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, only, pipe
 from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 

@@ -20,11 +20,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, only, symbol, tile
 from attngen.targets.hopper.configs.families import with_fused_backward, with_separate_backward
 from attngen.transforms.base import Pass
 

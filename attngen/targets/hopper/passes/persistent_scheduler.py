@@ -58,11 +58,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, Type, only, pipe, tile
 from attngen.targets.hopper.configs import jvp
 from attngen.targets.hopper.configs.families import with_forward, with_fused_backward, with_jvp, with_mla_decode
 from attngen.targets.hopper.configs.forward_schedule import persistent_q_stages

@@ -37,10 +37,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import ClassVar
 
-from attngen.ir import pipe
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, only, pipe
 from attngen.targets.hopper.configs.families import with_forward, with_fused_backward, with_separate_backward
 from attngen.targets.hopper.configs.forward_schedule import ping_pong_consumers
 from attngen.targets.hopper.configs.sm90 import FORWARD

@@ -48,13 +48,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import AXIS_DIM, Block, Kernel, Module, Op, Type, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.common import NARROW
 from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.targets.hopper.configs.fused_backward import INSTANCES, is_wide

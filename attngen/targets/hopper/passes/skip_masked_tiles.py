@@ -32,10 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, only, pipe, tile
 from attngen.targets.hopper.configs.families import with_forward, with_jvp
 from attngen.targets.hopper.configs.forward_schedule import can_skip_masked_tiles
 from attngen.tiles.warp_groups import instance_bounds

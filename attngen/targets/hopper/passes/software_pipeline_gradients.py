@@ -39,10 +39,7 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, only, pipe, tile
 from attngen.targets.hopper.configs.common import ops_per_score
 from attngen.targets.hopper.configs.families import with_fused_backward, with_separate_backward
 from attngen.targets.hopper.configs.fused_backward import is_wide, issues_dp_late

@@ -28,11 +28,7 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, Type, only, pipe, tile
 from attngen.targets.hopper.configs.common import overlaps_softmax
 from attngen.targets.hopper.configs.families import with_forward, with_separate_backward
 from attngen.targets.hopper.configs.separate_backward import is_pipelined_as_forward

@@ -23,9 +23,7 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
+from attngen.ir import Kernel, Module, Op
 from attngen.targets.hopper.configs.families import with_jvp
 from attngen.targets.hopper.passes.software_pipeline_gradients import Kinds, merge_loops
 from attngen.transforms.base import Pass

@@ -24,10 +24,7 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir import pipe
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, only, pipe
 from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.transforms.base import Pass
 

@@ -27,11 +27,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import tile
-from attngen.ir.expr import Bool, symbol_names
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op
+from attngen.ir import Bool, Kernel, Module, Op, symbol_names, tile
 from attngen.targets.hopper.configs.families import with_forward, with_fused_backward
 from attngen.targets.hopper.configs.forward_schedule import splits_mask
 from attngen.tiles.boundary import data_of, unswitch_condition

@@ -30,13 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir import tile
-from attngen.ir.core import Access, Type
-from attngen.ir.dims import SIDES
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, WarpGroup, only
+from attngen.ir import SIDES, Access, Block, Kernel, Module, Op, Type, WarpGroup, only, symbol, tile
 from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.targets.hopper.configs.sm90 import LATENT_REGISTERS, ROWS

@@ -32,10 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir import pipe, tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import Block, Kernel, Module, Op, only, pipe, tile
 from attngen.targets.hopper.configs.barriers import consumes
 from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.targets.hopper.configs.sm90 import ROWS

@@ -48,12 +48,7 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import Kernel, Module, Op, Type, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.families import with_forward
 from attngen.transforms.base import Pass
 

@@ -27,12 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir import pipe, tile
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import AXIS_DIM, Block, Kernel, Module, Op, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.transforms.base import Pass
 

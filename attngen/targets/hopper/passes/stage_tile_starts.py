@@ -32,12 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Module
-from attngen.ir.op import Block, Op, only
+from attngen.ir import AXIS_DIM, Block, Kernel, Module, Op, Type, only, pipe, tile
 from attngen.targets.hopper.configs.families import with_chunks
 from attngen.transforms.base import Pass
 

@@ -48,10 +48,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from attngen.errors import BuildError
-from attngen.ir import tile
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import Block, WarpGroup, only
+from attngen.ir import Block, Config, Kernel, Module, WarpGroup, only, tile
 from attngen.targets.common.base import Choose, Specialization
 from attngen.targets.hopper.configs.common import is_shared
 from attngen.targets.hopper.configs.forward_schedule import ctas_per_sm

@@ -6,9 +6,7 @@ Every string in a view is ready to print. Expressions are printed as for Triton:
 
 from __future__ import annotations
 
-from attngen.ir import pipe, tile
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.op import Block, Op, only
+from attngen.ir import AXIS_DIM, Block, Op, only, pipe, tile
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.targets.hopper.printing.loop_views import gluon
 from attngen.targets.hopper.printing.views import WarpSpecializedView

@@ -8,11 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from attngen.ir import pipe
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, SIDES
-from attngen.ir.fields import Ranges
-from attngen.ir.grid import SPLIT_SYMBOLS
-from attngen.ir.op import Block, Op, only
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, SIDES, SPLIT_SYMBOLS, Block, Op, Ranges, only, pipe
 from attngen.targets.hopper.configs.barriers import zeroing_warp_groups
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
 from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS, THREADS

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.module import Module
-from attngen.ir.op import only
+from attngen.ir import Module, only, pipe, tile
 from attngen.targets.hopper.configs.barriers import acquire_of
 from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.fused_backward import is_signed

@@ -6,12 +6,8 @@ import re
 from functools import cached_property
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.dims import AXIS_DIM, MEMBER
-from attngen.ir.expr import Expr, cdiv, floordiv
-from attngen.ir.grid import REVERSED_GROUP
+from attngen.ir import AXIS_DIM, MEMBER, REVERSED_GROUP, Expr, cdiv, floordiv, only, pipe, tile
 from attngen.ir.names import START_RANKS
-from attngen.ir.op import only
 from attngen.targets.hopper.configs.barriers import ping_pong_barriers
 from attngen.targets.hopper.configs.forward_schedule import FULL_REGISTERS
 from attngen.targets.hopper.printing.softmax_views import SoftmaxContext

@@ -5,11 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
-from attngen.ir.expr import symbol
-from attngen.ir.op import Op, only
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, Access, Op, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.barriers import (
     instances_of,
     is_consumed_in_loop,

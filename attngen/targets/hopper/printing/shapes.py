@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Type
-from attngen.ir.dims import AXIS_DIM, SIDES
-from attngen.ir.module import Module
-from attngen.ir.op import Op, only
+from attngen.ir import AXIS_DIM, SIDES, Module, Op, Type, only, pipe, tile
 from attngen.targets.hopper.configs.barriers import stored_pipelines
 from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.head_dims import part_of, piece_of, pieces

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import Access
-from attngen.ir.dims import AXIS_DIM, MEMBER
-from attngen.ir.expr import select, symbol
-from attngen.ir.grid import REVERSED_GROUP
-from attngen.ir.op import Block, only
+from attngen.ir import AXIS_DIM, MEMBER, REVERSED_GROUP, Access, Block, only, pipe, select, symbol, tile
 from attngen.targets.hopper.configs.barriers import acquire_of
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.targets.hopper.printing.tile_start_views import TileStartContext

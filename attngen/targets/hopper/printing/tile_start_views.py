@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir import pipe
-from attngen.ir.dims import AXIS_DIM
+from attngen.ir import AXIS_DIM, pipe
 from attngen.ir.names import STARTS
 from attngen.targets.hopper.printing.pipeline_views import PipelineContext
 from attngen.targets.printing.memory_views import applies

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.dims import AXIS_DIM, SIDES
+from attngen.ir import AXIS_DIM, SIDES, Block, only, pipe, tile
 from attngen.ir.names import stride_names
-from attngen.ir.op import Block, only
 from attngen.targets.hopper.configs.barriers import is_reused
 from attngen.targets.hopper.configs.work_tiles import tile_coordinates, tile_metadata
 from attngen.targets.hopper.printing.exchange_views import HALF

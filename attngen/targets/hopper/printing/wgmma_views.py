@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.ir import pipe, tile
-from attngen.ir.dims import SIDES
-from attngen.ir.op import only
+from attngen.ir import SIDES, only, pipe, tile
 from attngen.targets.hopper.configs.barriers import ping_pong_barriers
 from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS, ROWS, THREADS
 from attngen.targets.hopper.printing.store_views import StoreContext

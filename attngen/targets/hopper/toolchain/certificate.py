@@ -8,11 +8,7 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.expr import exp2
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import Block, only
+from attngen.ir import Block, Config, Kernel, Module, exp2, only, pipe, tile
 from attngen.targets.common.base import CompileReport
 from attngen.targets.hopper.configs.barriers import mma_warp_groups
 from attngen.targets.hopper.configs.common import overlaps_softmax, smem_limit

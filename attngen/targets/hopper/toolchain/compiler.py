@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from attngen.devices import CLASSES
-from attngen.ir import pipe
+from attngen.ir import Config, Kernel, Module, only, pipe
 from attngen.ir.dtypes import of_size
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
 from attngen.targets.common.ahead import (
     FLAGS,
     TYPES,

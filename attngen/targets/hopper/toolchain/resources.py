@@ -18,13 +18,7 @@ from functools import lru_cache
 
 import sympy
 
-from attngen.ir import pipe, tile
-from attngen.ir.core import DTYPE_BYTES
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import AXIS_DIM, DTYPE_BYTES, Config, Expr, Kernel, Module, only, pipe, symbol, tile
 from attngen.targets.hopper.configs.barriers import instances_of, stored_pipelines
 from attngen.targets.hopper.configs.common import smem_limit
 from attngen.targets.hopper.configs.head_dims import width_of

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.ir import pipe
-from attngen.ir.dims import AXIS_DIM
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import Config, Module
-from attngen.ir.op import only
+from attngen.ir import AXIS_DIM, Config, Kernel, Module, only, pipe
 from attngen.targets.hopper.configs.barriers import (
     consumes,
     is_consumed_in_loop,
