@@ -11,7 +11,7 @@ import networkx
 
 from tests.helpers import ROOT
 
-FILES = sorted((ROOT / "attngen").rglob("*.py"))
+FILES = sorted(path for path in (ROOT / "attngen").rglob("*.py*") if path.suffix in (".py", ".pyi"))
 MAX_TOP_LEVEL_FILES = 8  # files, including py.typed
 MAX_LINES, MAX_FUNCTION_LINES = 500, 60
 

@@ -1,76 +1,25 @@
 """The tile-schedule IR: ops by dialect (`tile`, `pipe`, `host`), kernels and modules, expressions, text.
 
-The names that most files need are here; others are in the files of this package.
+`from attngen.ir import Kernel, tile` imports a name of FILES, or a dialect. Other names are imported from their files.
+Names are looked up when they are first used, so that element types and names of tensors, which the command line needs,
+come without sympy and networkx.
 """
 
 from __future__ import annotations
 
-from attngen.ir.core import DTYPE_BYTES, TENSORS, Access, Fact, Type
-from attngen.ir.dims import (
-    AXIS_DIM,
-    AXIS_EXTENT,
-    COLUMN_DIM,
-    GROUPED,
-    MEMBER,
-    PADDED,
-    SIDES,
-    SPLIT_DIM,
-    TILED,
-    WHOLE,
-    axis_of,
-    dimension,
-    first_row,
-    unpadded,
-)
-from attngen.ir.expr import (
-    BITS,
-    FUNCTIONS,
-    INEQUALITIES,
-    LARGEST,
-    TO_INTEGER,
-    Bool,
-    Expr,
-    cdiv,
-    clamp,
-    conjuncts,
-    cos,
-    divisor,
-    erf,
-    exp2,
-    finite,
-    flattened,
-    floor,
-    floordiv,
-    log,
-    log2,
-    mod,
-    nearest,
-    portion,
-    select,
-    sigmoid,
-    sin,
-    symbol,
-    symbol_names,
-    trunc,
-)
-from attngen.ir.expr_text import parse, to_text
-from attngen.ir.fields import Checks, Ranges, Uses
-from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis, KVSplit
-from attngen.ir.kernel import Kernel
-from attngen.ir.module import (
-    DEFAULT_BACKEND,
-    PHASES,
-    Blocks,
-    Cache,
-    Config,
-    Derived,
-    DoesNotFit,
-    Input,
-    InputGradient,
-    Meaning,
-    Module,
-    Read,
-    input_tensors,
-    unit_of,
-)
-from attngen.ir.op import Block, Op, WarpGroup, only
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+FILES = ("core", "dims", "expr", "expr_text", "fields", "grid", "op", "kernel", "module")  # as in __init__.pyi
+DIALECTS = ("tile", "pipe", "host")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in DIALECTS and not name.startswith("_"):
+        for file in FILES:
+            found = vars(import_module(f"{__name__}.{file}")).get(name)
+            if found is not None and not isinstance(found, ModuleType):
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
