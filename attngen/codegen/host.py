@@ -15,11 +15,13 @@ import sympy
 from attngen.codegen.layout import LONGEST, fitted, tuple_text
 from attngen.codegen.torch_text import to_torch
 from attngen.ir import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE, Kernel, Module, Type, tile
+from attngen.ir.behaviour import Handlers, handles
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import exp2, log2, select, symbol
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.host import (
     COLUMN_VIEWS,
+    HOST,
     Alloc,
     ClassifyBlocks,
     Copy,
@@ -138,7 +140,7 @@ def _described(kernel: Kernel, tensor: str) -> str:
     return ""
 
 
-class HostContext:
+class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
     """Builds the view of one host program."""
 
     def __init__(self, module: Module, host: Host, views: Mapping[str, PrintedKernel]) -> None:
@@ -242,7 +244,7 @@ class HostContext:
         for op in self.host.block(name).ops:
             if isinstance(op, tile.Arg) or (isinstance(op, tile.Yield) and name == "entry"):
                 continue
-            text = getattr(self, f"_{op.kind}")(op)
+            text = self.handler(op)(op)
             blocks = [block for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
             branches = [self._block(block) + self._fields(op, block) for block in blocks if isinstance(op, If)]
             nodes.append(HostNode(op.kind, text, branches))
@@ -262,9 +264,11 @@ class HostContext:
             else []
         )
 
+    @handles(tile.Yield)
     def _yield(self, op: tile.Yield) -> dict[str, Any]:
         return {}
 
+    @handles(Alloc)
     def _alloc(self, op: Alloc) -> dict[str, Any]:
         var, dims = variable(op.name), op.type.dims
         if op.otherwise:
@@ -304,6 +308,7 @@ class HostContext:
     def _number(self, e: Any) -> str:
         return "-math.inf" if e == -sympy.oo else to_text(e)
 
+    @handles(View)
     def _view(self, op: View) -> dict[str, Any]:
         var, src = variable(op.name), variable(op.src)
         if op.by == "expand":
@@ -324,15 +329,18 @@ class HostContext:
         launched = {o.kernel for o in self.host.ops() if isinstance(o, Launch) and columns & {ref for _, ref in o.args}}
         return any(kernel.name in launched for kernel in self.module.warp_specialized)
 
+    @handles(Copy)
     def _copy(self, op: Copy) -> dict[str, Any]:
         return {"src": variable(op.src), "into": variable(op.into)}
 
+    @handles(If)
     def _if(self, op: If) -> dict[str, Any]:
         some = [f"{variable(ref)}.numel()" for ref in op.of]
         either = " or ".join(some)
         condition = [f"({either})" if len(some) > 1 and op.where != sympy.true else either] if some else []
         return {"condition": " and ".join([*condition, *([self._python(op.where)] if op.where != sympy.true else [])])}
 
+    @handles(Sum)
     def _sum(self, op: Sum) -> dict[str, Any]:
         dims = self.host.type_of(op.value).dims
         gone = [str(dims.index(d)) for d in op.over]
@@ -343,10 +351,12 @@ class HostContext:
             expr += f".permute({', '.join(str(left.index(d)) for d in op.type.dims)})"
         return {"var": variable(op.name), "expr": expr}
 
+    @handles(Place)
     def _place(self, op: Place) -> dict[str, Any]:
         index = ", ".join("slice(None)" if at == ":" else at for at in op.at)
         return {"var": variable(op.name), "expr": f"runtime.placed({variable(op.value)}, {variable(op.like)}, {index})"}
 
+    @handles(SumDistances)
     def _sum_distances(self, op: SumDistances) -> dict[str, Any]:
         at = next(i for i, e in enumerate(op.at) if "distance" in e)
         kept = tuple_text([{"b": "0", "h": "1"}[e] for e in op.at if e in ("b", "h")]) or "()"
@@ -361,6 +371,7 @@ class HostContext:
             "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})",
         }
 
+    @handles(tile.Map)
     def _map(self, op: tile.Map) -> dict[str, Any]:
         if not op.type.dims:
             return {
@@ -397,11 +408,13 @@ class HostContext:
             return text.replace("+ -", "- ") if e.is_Add else text
         return to_text(e)
 
+    @handles(ClassifyBlocks)
     def _classify_blocks(self, op: ClassifyBlocks) -> dict[str, Any]:
         names = [variable(f"{op.name}.{f}") for f in ("seen", "full")]
         sizes = f"{self._dim('Nq')}, {self._dim('Nk')}"
         return {"var": ", ".join(names), "expr": f"runtime.seen_and_full({variable(op.src)}, {sizes}, BLOCK)"}
 
+    @handles(ListBlocks)
     def _list_blocks(self, op: ListBlocks) -> dict[str, Any]:
         masks = [variable(ref) for ref in (op.src, op.full) if ref]
         masks = [f"runtime.transposed({mask})" if op.own == "kv" else mask for mask in masks]
@@ -414,6 +427,7 @@ class HostContext:
 
     # ------------------------------------------------------------------ launches
 
+    @handles(Launch)
     def _launch(self, op: Launch) -> dict[str, Any]:
         kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
         given, sizes = dict(op.args), dict(op.sizes)

@@ -19,8 +19,10 @@ from attngen.interp.tile import execute_kernel
 from attngen.interp.values import SINGLE, Values, spread
 from attngen.interp.warp_groups import WarpSpecializedLaunch
 from attngen.ir import Kernel, Module, Op, Type, parse, symbol_names, tile
+from attngen.ir.behaviour import Handlers, handles
 from attngen.ir.host import (
     COLUMN_VIEWS,
+    HOST,
     Alloc,
     ClassifyBlocks,
     Copy,
@@ -133,7 +135,7 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
     return sizes
 
 
-class _Run:
+class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
     """Runs the ops of one host program. The method named after an op's kind returns the op's value; see ir/host.py.
 
     `values` holds everything that is known at a place in the program, by name; a branch gets a copy.
@@ -153,12 +155,13 @@ class _Run:
                 case tile.Yield():
                     return {field: values[ref] for field, ref in op.values}
                 case If() | ClassifyBlocks() | ListBlocks():
-                    fields = getattr(self, f"_{op.kind}")(op, values)
+                    fields = self.handler(op)(op, values)
                     values |= {f"{op.name}.{field}": x for field, x in fields.items()}
                 case _:
-                    values[op.name] = getattr(self, f"_{op.kind}")(op, values)
+                    values[op.name] = self.handler(op)(op, values)
         return {}
 
+    @handles(If)
     def _if(self, op: If, values: Values) -> Arrays:
         some = not op.of or any(values[ref].size for ref in op.of)
         branch = op.then if some and value(op.where, values) else op.orelse
@@ -169,6 +172,7 @@ class _Run:
     def shape(self, type_: Type, values: Values) -> tuple[int, ...]:
         return tuple(int(d) if d.isdigit() else values[d] for d in type_.dims)
 
+    @handles(Alloc)
     def _alloc(self, op: Alloc, values: Values) -> np.ndarray:
         if not value(op.where, values):
             if op.otherwise:  # one split: the tensor is its partial result
@@ -189,6 +193,7 @@ class _Run:
         laid_out = np.full([shape[d] for d in order], fill, dtype)
         return laid_out.transpose(np.argsort(order))
 
+    @handles(View)
     def _view(self, op: View, values: Values) -> np.ndarray:
         source, shape = values[op.src], self.shape(op.type, values)
         if op.by == "expand":
@@ -201,11 +206,13 @@ class _Run:
             seen.fill(np.nan)  # a copy, which only gives room for results
         return seen
 
+    @handles(Copy)
     def _copy(self, op: Copy, values: Values) -> None:
         values[op.into][...] = values[op.src].reshape(values[op.into].shape)
 
     # ------------------------------------------------------------------ launches
 
+    @handles(Launch)
     def _launch(self, op: Launch, values: Values) -> None:
         kernel, given = self.module.kernel(op.kernel), dict(op.args)
         known = {**values, **{name: value(e, values) for name, e in op.sizes}}
@@ -236,6 +243,7 @@ class _Run:
 
     # ------------------------------------------------------------------ arithmetic of tensors
 
+    @handles(tile.Map)
     def _map(self, op: tile.Map, values: Values) -> Any:
         if not op.type.dims:
             return self.chosen[op.name] if op.name in self.chosen else int(compiled(op.expr)(values))
@@ -247,6 +255,7 @@ class _Run:
         }
         return np.asarray(compiled(op.expr)(named), self.dtypes[op.type.dtype])
 
+    @handles(Sum)
     def _sum(self, op: Sum, values: Values) -> np.ndarray:
         dims = self.host.type_of(op.value).dims
         left = tuple(d for d in dims if d not in op.over)
@@ -254,11 +263,13 @@ class _Run:
         found: np.ndarray = summed.transpose([left.index(d) for d in op.type.dims])
         return found
 
+    @handles(Place)
     def _place(self, op: Place, values: Values) -> np.ndarray:
         found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
         found[tuple(slice(None) if at == ":" else int(at) for at in op.at)] = values[op.value]
         return found
 
+    @handles(SumDistances)
     def _sum_distances(self, op: SumDistances, values: Values) -> np.ndarray:
         """Add each sum to the table's element that was read for it; sums for reads outside the table are dropped."""
         found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
@@ -279,6 +290,7 @@ class _Run:
 
     # ------------------------------------------------------------------ blocks of scores
 
+    @handles(ClassifyBlocks)
     def _classify_blocks(self, op: ClassifyBlocks, values: Values) -> Arrays:
         assert self.module.blocks is not None
         size, count = self.module.blocks.size, values[op.src]
@@ -287,6 +299,7 @@ class _Run:
         inside = np.arange(rows) < values["Nq"] // size  # rows past the end may count as visible
         return {"seen": visible > 0, "full": (visible == size**2) & inside[:, None]}
 
+    @handles(ListBlocks)
     def _list_blocks(self, op: ListBlocks, values: Values) -> Arrays:
         """For each row of blocks, return the block numbers, those of full blocks first, then of other visible ones,
         then of the rest; and the ranks: how many listed blocks come before each block."""

@@ -11,6 +11,7 @@ from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.interp.values import Evaluator, OutsideTensor, Program, Values, Window, applies, spread
 from attngen.ir import AXIS_DIM, AXIS_EXTENT, PADDED, Access, Checks, Expr, Op, axis_of, symbol, tile, unpadded
+from attngen.ir.behaviour import handles
 from attngen.ir.names import START_RANKS
 
 
@@ -62,11 +63,13 @@ class MemoryOps(Evaluator):
         """The dimensions of a tile in the order of the access's index; a transposed tile has another order."""
         return tuple(d for e in access.index for d in dims if axis_of(e) and unpadded(d) == AXIS_DIM[axis_of(e)])
 
+    @handles(tile.Base)
     def _base(self, op: tile.Base, values: Values, cls: str) -> Any:
         """A view of the rows of one (batch, head), through which stores reach the tensor."""
         places, _ = self.window(op, op.src, (), (), values, cls)
         return values[op.src.tensor][places]
 
+    @handles(tile.CacheLength)
     def _cache_length(self, op: tile.CacheLength, values: Values, cls: str) -> int:
         return keys_of(values[op.src.tensor][values["b"]], values)
 
@@ -92,6 +95,7 @@ class MemoryOps(Evaluator):
         result[inside, : read.shape[1]] = read
         return result
 
+    @handles(tile.Load)
     def _load(self, op: tile.Load, values: Values, cls: str) -> Any:
         if op.pages:
             return self._load_pages(op, values, cls)
@@ -116,6 +120,7 @@ class MemoryOps(Evaluator):
         ((first, end),) = (tuple(int(self.expression(e, values)) for e in pair) for pair in op.needed)
         return (values[f"{axis}_idx"] >= first) & (values[f"{axis}_idx"] < end)
 
+    @handles(tile.Store)
     def _store(self, op: tile.Store, values: Values, cls: str) -> None:
         if op.first_along and values[f"{op.first_along}_start"]:
             return None
@@ -127,6 +132,7 @@ class MemoryOps(Evaluator):
         values[op.dst.tensor][places] = spread(written, dims, self._axes(op.dst, dims))
         return None
 
+    @handles(tile.Append)
     def _append(self, op: tile.Append, values: Values, cls: str) -> None:
         """Write each row to the row that `rows` names, of its sequence or of a page, if that is below Nc."""
         *heads, axis, _ = op.dst.index
@@ -171,6 +177,7 @@ class MemoryOps(Evaluator):
         semaphores, at = self.semaphore_at(semaphore, values)
         semaphores[at] += 1
 
+    @handles(tile.OrderedAdd)
     def _ordered_add(self, op: tile.OrderedAdd | tile.OrderedAccumulate, values: Values, cls: str, first: bool) -> None:
         dims = self.dims[op.value]
         places, part = self.window(op, op.dst, op.check, dims, values, cls)
@@ -209,12 +216,14 @@ class MemoryOps(Evaluator):
             found.append(index)
         return tuple(found), inside
 
+    @handles(tile.Gather)
     def _gather(self, op: tile.Gather, values: Values, cls: str) -> Any:
         places, inside = self.places(op, op.src, op.type.dims, values)
         result = np.zeros(inside.shape, self.dtypes[op.type.dtype])
         result[inside] = values[op.src.tensor][places]
         return result if op.type.dims else self.tile(result, op.type, values)
 
+    @handles(tile.Scatter)
     def _scatter(self, op: tile.Scatter, values: Values, cls: str) -> None:
         places, inside = self.places(op, op.dst, self.dims[op.value], values)
         written = np.asarray(values[op.value])[inside]
@@ -223,11 +232,13 @@ class MemoryOps(Evaluator):
         else:
             {"add": np.add, "min": np.minimum, "max": np.maximum}[op.op].at(values[op.dst.tensor], places, written)
 
+    @handles(tile.CountTiles)
     def _count_tiles(self, op: tile.CountTiles, values: Values, cls: str) -> int:
         *place, axis = op.src.index
         row = values[op.src.tensor][tuple(int(self.expression(e, values)) for e in place)]
         return int((row[:: values[AXIS_DIM[axis_of(axis)]]] <= self.expression(op.most, values)).sum())
 
+    @handles(tile.ListPosition)
     def _list_position(self, op: tile.ListPosition, values: Values, cls: str) -> int:
         axis = self.kernel.ranked_axis(op)
         if isinstance(self.kernel.op(op.src), tile.Arg):

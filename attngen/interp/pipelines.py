@@ -17,6 +17,7 @@ from attngen.interp.numeric import compiled
 from attngen.interp.tile import Launch
 from attngen.interp.values import Values, applies
 from attngen.ir import AXIS_DIM, AXIS_EXTENT, SIDES, Access, Op, only, pipe
+from attngen.ir.behaviour import handles
 
 POISON = 2**30 + 1  # in stages of numbers that are not loaded
 
@@ -62,6 +63,7 @@ class PipelineOps(Launch):
         places = {f"_{axis}_row": row, f"{axis}_start": first, f"{axis}_idx": first + np.arange(rows)}
         return {AXIS_DIM[axis]: rows, **places}
 
+    @handles(pipe.Pipeline)
     def _pipeline(self, op: pipe.Pipeline, values: Values) -> Any:
         if op.metadata_of:
             buffers = values[op.metadata_of][0]
@@ -96,6 +98,7 @@ class PipelineOps(Launch):
     def produces(op: Op, pipeline: str) -> bool:
         return isinstance(op, pipe.ProducerStore) and op.pipeline == pipeline
 
+    @handles(pipe.ProducerStore)
     def _producer_store(self, op: pipe.ProducerStore, values: Values) -> Any:
         """Write the instance's part of the next stage, along the first dimension in which the part is smaller."""
         (buffers,), instance = values[op.pipeline], values["instance"]
@@ -122,11 +125,13 @@ class PipelineOps(Launch):
             buffers.loads[stage] += 1
         yield False
 
+    @handles(pipe.SliceRows)
     def _slice_rows(self, op: pipe.SliceRows, values: Values) -> Any:
         rows = len(values[op.value]) // values["parts"]
         values[op.name] = values[op.value][values["instance"] * rows : (values["instance"] + 1) * rows]
         yield from ()
 
+    @handles(pipe.Rematerialize)
     def _rematerialize(self, op: pipe.Rematerialize, values: Values) -> Any:
         values[op.name] = values[op.value]
         yield from ()
@@ -148,6 +153,7 @@ class PipelineOps(Launch):
                 return True
         return False
 
+    @handles(pipe.ProducerLoad)
     def _producer_load(self, op: pipe.ProducerLoad, values: Values) -> Any:
         if op.pipeline not in values:
             return  # a pipeline of metadata: the load of the tile comes next
@@ -252,6 +258,7 @@ class PipelineOps(Launch):
         axis = self.kernel.loop_axis
         return values[f"_{axis}_row"] // values[AXIS_DIM[axis]]
 
+    @handles(pipe.ConsumerWait)
     def _consumer_wait(self, op: pipe.ConsumerWait, values: Values) -> Any:
         buffers, stage = yield from self._next(op.pipeline, values)
         values[op.name] = buffers.tiles[stage]
@@ -284,11 +291,13 @@ class PipelineOps(Launch):
         """The number of tiles that the other warp group has written to an exchange pipeline."""
         return sum(count for warp_group, count in buffers.exchanged.items() if warp_group != values["warp_group"])
 
+    @handles(pipe.ReadMetadata)
     def _read_metadata(self, op: pipe.ReadMetadata, values: Values) -> Any:
         buffers, stage = self.held(op.tile, values)
         values[op.name] = buffers.vectors[op.pipeline][stage].copy()
         yield from ()
 
+    @handles(pipe.ReadTileStart)
     def _read_tile_start(self, op: pipe.ReadTileStart, values: Values) -> Any:
         if not applies(op.when, values["cls"]):
             return
@@ -297,26 +306,29 @@ class PipelineOps(Launch):
         values[f"{axis}_start"], values[f"{axis}_idx"] = start, start + np.arange(values[AXIS_DIM[axis]])
         yield from ()
 
+    @handles(pipe.LocalLoad)
     def _local_load(self, op: pipe.LocalLoad, values: Values) -> Any:
         tile = values[op.value]
         values[op.name] = (tile if self.kernel.type_of(op.value).dims == op.type.dims else tile.T).copy()
         yield from ()
 
+    @handles(pipe.LoadTileStart)
     def _load_tile_start(self, op: pipe.LoadTileStart, values: Values) -> Any:
         values[op.name] = values[f"{self.kernel.loop_axis}_start"]
         yield from ()
 
+    @handles(pipe.WriteTileIndex, pipe.WriteTileStart)
     def _write_tile_index(self, op: pipe.WriteTileStart | pipe.WriteTileIndex, values: Values) -> Any:
         yield from ()  # the load of the tile comes next
 
-    _write_tile_start = _write_tile_index
-
+    @handles(pipe.ZeroOutOfBounds)
     def _zero_out_of_bounds(self, op: pipe.ZeroOutOfBounds, values: Values) -> Any:
         if values["cls"] == "partial":
             axis = self.kernel.loop_axis
             values[op.value][values[f"{axis}_idx"] >= values[AXIS_EXTENT[axis]]] = 0
         yield False
 
+    @handles(pipe.ConsumerRelease)
     def _consumer_release(self, op: pipe.ConsumerRelease, values: Values) -> Any:
         self._release(*self.held(op.value, values))
         yield False
@@ -334,6 +346,7 @@ class PipelineOps(Launch):
         if buffers.released[stage] % buffers.consumers == 0:
             buffers.poison(stage)
 
+    @handles(pipe.ProducerTail)
     def _producer_tail(self, op: pipe.ProducerTail, values: Values) -> Any:
         for buffers in values[op.pipeline]:
             for stage in range(len(buffers.tiles)):
@@ -343,6 +356,7 @@ class PipelineOps(Launch):
                     yield True
         yield False
 
+    @handles(pipe.TmaStore)
     def _tma_store(self, op: pipe.TmaStore, values: Values) -> Any:
         """Store through the instance's own stage, from which all rows inside the tensor are stored later, as many
         columns at a time as fit in it."""
@@ -383,6 +397,7 @@ class PipelineOps(Launch):
         buffers.storing = True
         values["pending"].append(store)
 
+    @handles(pipe.TmaStoreWait)
     def _tma_store_wait(self, op: pipe.TmaStoreWait | pipe.TmaStore, values: Values) -> Any:
         """Wait until the previous TMA store has read its stage."""
         while self.buffers(op.staging, values).storing:

@@ -121,9 +121,20 @@ def run_together(programs: Iterable[Program]) -> None:
             waiting.append(program)
 
 
-class Launch(MemoryOps, ArithmeticOps):
-    """Runs the ops of one kernel. The method named after an op's kind returns the op's value, or stores; see
-    ir/tile.py.
+# Ops that Launch runs itself.
+CONTROL = (
+    tile.Arg,
+    tile.Barrier,
+    tile.GridDependencyWait,
+    tile.Loop,
+    tile.OrderedAdd,
+    tile.OrderedAccumulate,
+    tile.Yield,
+)
+
+
+class Launch(MemoryOps, ArithmeticOps, complete=tile.TILE, control=CONTROL):
+    """Runs the ops of one kernel. The method for an op returns its value, or stores; see ir/tile.py.
 
     `values` holds everything that is known at a place in a program, by name; a loop body gets a copy with the values of
     its iteration.
@@ -175,7 +186,7 @@ class Launch(MemoryOps, ArithmeticOps):
                 case tile.Deinterleave():
                     values |= self._deinterleave(op, values)
                 case _:
-                    values[op.name] = getattr(self, f"_{op.kind}")(op, values, cls)
+                    values[op.name] = self.handler(op)(op, values, cls)
         return {}
 
     def loop(self, op: tile.Loop, values: Values) -> Program:

@@ -16,6 +16,7 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
 from attngen.ir import AXIS_DIM, GROUPED, Expr, Kernel, Module, Type, Uses, symbol_names
+from attngen.ir.behaviour import Handlers
 from attngen.ir.dtypes import ELEMENTS, QUANTISED
 from attngen.ir.names import ROW_AXES
 
@@ -54,7 +55,7 @@ def applies(when: str, cls: str) -> bool:
     return when == "always" or (when == "partial" and cls in ("partial", "unknown"))
 
 
-class Evaluator:
+class Evaluator(Handlers):
     """Evaluates the expressions of one kernel, and shapes values as their types say."""
 
     def __init__(self, module: Module, kernel: Kernel, dtypes: Mapping[str, Any]) -> None:

@@ -19,8 +19,10 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.interp.async_ops import AsyncOps
 from attngen.interp.pipelines import PipelineOps
+from attngen.interp.tile import CONTROL
 from attngen.interp.values import Program, Values
 from attngen.ir import AXIS_EXTENT, REVERSED_GROUP, SIDES, Access, Block, Expr, Op, WarpGroup, only, pipe, tile
+from attngen.ir.behaviour import handles
 
 STAGES = 2  # of a pipeline with `num_stages` stages
 
@@ -32,7 +34,7 @@ class Deadlock(AttngenError):
     """All unfinished warp groups wait for one another. Names the kernel and the warp groups."""
 
 
-class WarpSpecializedLaunch(PipelineOps, AsyncOps):
+class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=CONTROL):
     """Runs the ops of a warp-specialized kernel, including those that all kernels have."""
 
     chance = random.Random(0)
@@ -148,7 +150,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
                 if found:
                     return found
                 continue
-            yield from getattr(self, f"_{op.kind}")(op, values)
+            yield from self.handler(op)(op, values)
         return {}
 
     def add_in_order(self, op: tile.OrderedAdd | tile.OrderedAccumulate, values: Values, cls: str) -> Any:
@@ -161,12 +163,14 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         if not any(only(self.kernel.ops(), pipe.SemaphoreRelease)):
             super().release(semaphore, values)
 
+    @handles(pipe.SemaphoreAcquire)
     def _semaphore_acquire(self, op: pipe.SemaphoreAcquire, values: Values) -> Any:
         if self._has_rows(values):
             for _ in self.wait_for_order(op.semaphore, op.order, values):
                 yield True
         yield False
 
+    @handles(pipe.SemaphoreRelease)
     def _semaphore_release(self, op: pipe.SemaphoreRelease, values: Values) -> Any:
         if self._has_rows(values):
             super().release(op.semaphore, values)
@@ -177,6 +181,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         axis = self.kernel.program_axis
         return bool(values[f"{axis}_start"] < values[AXIS_EXTENT[axis]])
 
+    @handles(pipe.WorkLoop)
     def _work_loop(self, op: pipe.WorkLoop, values: Values) -> Any:
         """Run the body for the program's own tile and for each that it fetches. The place of each, here its number, is
         passed to the other warp groups."""
@@ -201,13 +206,16 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
             if op.fetches:
                 number = tile["prefetched"].pop() if tile["prefetched"] else next(values["counter"], -1)
 
+    @handles(pipe.PrefetchTile)
     def _prefetch_tile(self, op: pipe.PrefetchTile, values: Values) -> Any:
         values["prefetched"].append(next(values["counter"], -1))
         yield False
 
+    @handles(pipe.ReloadTile)
     def _reload_tile(self, op: pipe.ReloadTile, values: Values) -> Any:
         yield False
 
+    @handles(pipe.PipelinedLoop)
     def _pipelined_loop(self, op: pipe.PipelinedLoop, values: Values) -> Any:
         carried = {field: values[ref] for field, ref in op.carry}
         partial, full = (self.numbers(loop, values) for loop in op.by_class)
@@ -256,6 +264,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
     def args(self, body: str) -> Iterator[Op]:
         return (op for op in self.kernel.block(body).ops if hasattr(op, "role"))
 
+    @handles(pipe.SchedulerBarrier)
     def _scheduler_barrier(self, op: pipe.SchedulerBarrier, values: Values) -> Any:
         """`arrived` has the instances whose barrier has an arrival. Two arrivals before a sync count once."""
         arrived, instance, instances = values["arrived"], values["instance"], values["parts"]

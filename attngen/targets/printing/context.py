@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 
 from attngen.ir import AXIS_DIM, GROUPED, TILED, Access, Op, only, symbol, tile
+from attngen.ir.behaviour import handles
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.targets.printing.memory_views import applies, in_range
@@ -34,7 +35,7 @@ VARYING = (
 _TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
 
 
-class KernelContext(ProgramContext):
+class KernelContext(ProgramContext, complete=tile.TILE, control=(tile.Arg,)):
     """Builds the views of one kernel."""
 
     def view(self) -> KernelView:
@@ -81,7 +82,7 @@ class KernelContext(ProgramContext):
         for op in self.kernel.walk(name):
             if isinstance(op, tile.Arg) or self._idle(op, cls):
                 continue
-            text = getattr(self, f"_{op.kind}")(op, cls)
+            text = self.handler(op)(op, cls)
             body = self.block(op.body, op.cls) if isinstance(op, tile.Loop) else []
             if isinstance(op, tile.Loop):
                 self._loop_header(op, text, body)
@@ -108,6 +109,7 @@ class KernelContext(ProgramContext):
         masks = [u["op"] for u in users if isinstance(u["op"], tile.Mask) and u["block"] == nodes[op.name]["block"]]
         return 0 < len(users) == len(masks) and all(m.value != op.name and self._idle(m, cls) for m in masks)
 
+    @handles(tile.Loop)
     def _loop(self, op: tile.Loop, cls: str) -> dict[str, Any]:
         return {"ranges": [(self.scalar(lo), self.scalar(hi)) for lo, hi in op.ranges], "cls": op.cls}
 
@@ -168,15 +170,18 @@ class KernelContext(ProgramContext):
         args = (self.var(str(op.listed)), moved if jumps else at, f"{stop} > {at}", f"BLOCK // {AXIS_DIM[op.var]}")
         return [*place, f"{op.var}_ahead = _tile_at({', '.join(args)})"]
 
+    @handles(tile.ListPosition)
     def _list_position(self, op: tile.ListPosition, cls: str) -> dict[str, Any]:
         rows, ranks, number = AXIS_DIM[self.kernel.ranked_axis(op)], self.var(op.src), self.scalar(op.tile)
         if isinstance(self.kernel.op(op.src), tile.Arg):
             return {"var": op.name, "expr": f"_tile_of_call({ranks}, {number}, {rows}{self.lookup_options})"}
         return {"var": op.name, "expr": f"_list_position({ranks}, {number}, BLOCK // {rows})"}
 
+    @handles(tile.Seed)
     def _seed(self, op: tile.Seed, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "src": op.src}
 
+    @handles(tile.DropoutMask)
     def _dropout_mask(self, op: tile.DropoutMask, cls: str) -> dict[str, Any]:
         """The random words of a tile. The scores to keep are computed from them where scores are dropped: until then
         the four scores of a word take one register."""
@@ -192,6 +197,7 @@ class KernelContext(ProgramContext):
         ]
         return {"var": self._words(op.name), "args": args}
 
+    @handles(tile.Dropout)
     def _dropout(self, op: tile.Dropout, cls: str) -> dict[str, Any]:
         threshold = self.var(self._philox(op.keep).threshold)
         zero = "0.0 * keep_scale" if self._is_only_cast(op) and "keep_scale" in self.kernel.graph else "0.0"
@@ -217,10 +223,12 @@ class KernelContext(ProgramContext):
         ]
         return len(readers) == len(casts) == 1
 
+    @handles(tile.Init)
     def _init(self, op: tile.Init, cls: str) -> dict[str, Any]:
         value = self._constant(op.value) if op.type.dtype == "f32" else self.scalar(op.value)
         return {"var": self.var(op.name), "shape": ", ".join(op.type.dims), "value": value, "of": _TYPES[op.type.dtype]}
 
+    @handles(tile.Dot)
     def _dot(self, op: tile.Dot, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
         left = self.var(op.a) if a.dims[1] == op.over else f"tl.trans({self.var(op.a)})"
@@ -228,6 +236,7 @@ class KernelContext(ProgramContext):
         acc = self.var(op.acc) if op.acc else ""
         return {"var": self.var(op.name), "a": left, "b": right, "acc": acc, "precision": op.precision}
 
+    @handles(tile.Map)
     def _map(self, op: tile.Map, cls: str) -> dict[str, Any]:
         uses = dict(op.uses)
         casting = op.type.dtype == "T" or op.type.dtype in ELEMENTS
@@ -246,12 +255,14 @@ class KernelContext(ProgramContext):
             "cleared": f"({in_range('kv_idx', *map(self.scalar, *needed))})[:, None]" if clears else "",
         }
 
+    @handles(tile.Mask)
     def _mask(self, op: tile.Mask, cls: str) -> dict[str, Any]:
         condition = self._text(op.where, dict(op.uses), op.type.dims)
         spread = self._spread(op.where.free_symbols, dict(op.uses), op.type.dims)
         condition = f"({condition}){spread}" if spread else condition
         return {"var": self.var(op.name), "condition": condition}
 
+    @handles(tile.SoftmaxStep)
     def _softmax_step(self, op: tile.SoftmaxStep, cls: str) -> dict[str, Any]:
         scale = self.var(op.scale) if op.scale else ""
         shift = self.var(op.shift) if op.shift else ""
@@ -263,28 +274,34 @@ class KernelContext(ProgramContext):
             "guard": applies(op.guard, cls),
         }
 
+    @handles(tile.Reduce)
     def _reduce(self, op: tile.Reduce, cls: str) -> dict[str, Any]:
         value, axis = self.var(op.value), self.kernel.type_of(op.value).dims.index(op.over)
         if (groups := GROUPED.get(op.over, "")) in op.type.dims:
             value, axis = f"{value}.reshape({op.type.dims[0]}, {groups}, {op.over} // {groups})", 2
         return {"var": self.var(op.name), "value": value, "op": op.op, "axis": axis}
 
+    @handles(tile.Scan)
     def _scan(self, op: tile.Scan, cls: str) -> dict[str, Any]:
         axis = self.kernel.type_of(op.value).dims.index(op.over)
         return {"var": self.var(op.name), "value": self.var(op.value), "axis": axis}
 
+    @handles(tile.Barrier)
     def _barrier(self, op: tile.Barrier, cls: str) -> dict[str, Any]:
         return {}
 
+    @handles(tile.GridDependencyWait)
     def _grid_dependency_wait(self, op: tile.GridDependencyWait, cls: str) -> dict[str, Any]:
         return {}
 
+    @handles(tile.Deinterleave)
     def _deinterleave(self, op: tile.Deinterleave, cls: str) -> dict[str, Any]:
         value, of = self.var(op.value), self.kernel.type_of(op.value)
         rows, columns = op.type.dims
         expr = f"_from_pairs({value}, CONVERTS)" if of.quantised else f"tl.split({value}.reshape({rows}, {columns}, 2))"
         return {"var": f"{self.var(f'{op.name}.even')}, {self.var(f'{op.name}.odd')}", "expr": expr}
 
+    @handles(tile.Interleave)
     def _interleave(self, op: tile.Interleave, cls: str) -> dict[str, Any]:
         a, b = self.var(op.a), self.var(op.b)
         quantised = op.type.quantised
@@ -293,6 +310,7 @@ class KernelContext(ProgramContext):
             "expr": f"_to_pairs({a}, {b})" if quantised else f"tl.join({a}, {b}).reshape({', '.join(op.type.dims)})",
         }
 
+    @handles(tile.Yield)
     def _yield(self, op: tile.Yield, cls: str) -> dict[str, Any]:
         pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]
         return {"pairs": [(f, v) for f, v in pairs if f != v]}

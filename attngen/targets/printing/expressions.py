@@ -7,11 +7,12 @@ from typing import Any
 import sympy
 
 from attngen.ir import AXIS_DIM, GROUPED, PADDED, Expr, Kernel, Module, Op, tile
+from attngen.ir.behaviour import Handlers
 from attngen.ir.names import ROW_AXES
 from attngen.targets.printing.printer import to_triton
 
 
-class ExpressionContext:
+class ExpressionContext(Handlers):
     """Python variables of one kernel's values, and the source of expressions over them."""
 
     def __init__(self, module: Module, kernel: Kernel) -> None:

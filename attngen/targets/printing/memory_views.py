@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 
 from attngen.ir import Access, only, tile
+from attngen.ir.behaviour import handles
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, SPLIT_DIM, WHOLE, axis_of, dimension, first_row
 from attngen.ir.expr import Bool, symbol
 from attngen.ir.names import ROW_AXES, STARTS, stride_names
@@ -62,6 +63,7 @@ class MemoryContext(ExpressionContext):
         """The variable of the first row of a tile, in the tensors of the call."""
         return first_row(axis, self.kernel.places and axis in STARTS)
 
+    @handles(tile.Base)
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)
         assert isinstance(tensor, tile.Arg)
@@ -135,6 +137,7 @@ class MemoryContext(ExpressionContext):
                 conditions.append(text)
         return " & ".join(conditions)
 
+    @handles(tile.CacheLength)
     def _cache_length(self, op: tile.CacheLength, cls: str) -> dict[str, Any]:
         return {"var": op.name, "tensor": op.src.tensor}
 
@@ -159,6 +162,7 @@ class MemoryContext(ExpressionContext):
         )
         return " + ".join([*terms, of_row, f"{column}[None, :]"])
 
+    @handles(tile.Append)
     def _append(self, op: tile.Append, cls: str) -> dict[str, Any]:
         rows = self.var(op.rows)
         inside = f"((kv_idx < Nk) & ({rows} >= 0) & ({rows} < Nc))[:, None]"
@@ -167,6 +171,7 @@ class MemoryContext(ExpressionContext):
         ptr = self._rows_in_cache(op.dst, op.pages, rows)
         return {"input_gradient": False, "distances": (), "ptr": ptr, "value": self.var(op.value), "check": check}
 
+    @handles(tile.Load)
     def _load(self, op: tile.Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls, op.type.dims, op.needed)
         other = "False" if op.type.dtype == "b1" else "0" if op.type.quantised else self._constant(op.other)
@@ -202,6 +207,7 @@ class MemoryContext(ExpressionContext):
         zero = "0" if op.type.quantised else "0.0"
         return f"tl.where({check}, {read}, {zero})" if check and self.kernel.zeroes_past_end(op) else read
 
+    @handles(tile.Gather)
     def _gather(self, op: tile.Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)
         other = "False" if op.type.dtype == "b1" else "0"
@@ -222,6 +228,7 @@ class MemoryContext(ExpressionContext):
         pages = next((self._pages_by_tile(loop) for loop in self.kernel.loops if loop.body == block), None)
         return f"{pages.name}_of_tile" if pages else ""
 
+    @handles(tile.Scatter)
     def _scatter(self, op: tile.Scatter, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.dst, op.where, dict(op.uses), self.kernel.type_of(op.value).dims)
         return {"ptr": pointer, "value": self.var(op.value), "check": condition, "op": op.op}
@@ -253,6 +260,7 @@ class MemoryContext(ExpressionContext):
     def _is_input_gradient(self, tensor: str) -> bool:
         return tensor in {x.partials for x in self.module.input_gradients if x.reduction != "delta"}
 
+    @handles(tile.Store)
     def _store(self, op: tile.Store, cls: str) -> dict[str, Any]:
         input_gradient = self._is_input_gradient(self.kernel.accessed(op)[0].name)
         if op.by:
@@ -287,14 +295,14 @@ class MemoryContext(ExpressionContext):
             "check": check,
         }
 
+    @handles(tile.OrderedAdd, tile.OrderedAccumulate)
     def _ordered_add(self, op: tile.OrderedAdd | tile.OrderedAccumulate, cls: str) -> dict[str, Any]:
         assert op.semaphore is not None
         semaphore = self.kernel.op(op.semaphore.tensor)
         assert isinstance(semaphore, tile.Arg)
         return {"semaphore": self._start(Access(semaphore.name, op.semaphore.index[:-1]), semaphore)}
 
-    _ordered_accumulate = _ordered_add
-
+    @handles(tile.CountTiles)
     def _count_tiles(self, op: tile.CountTiles, cls: str) -> dict[str, Any]:
         """The address of the numbers to count, and the bound `most` that the counted ones do not exceed."""
         tensor = self.kernel.op(op.src.tensor)

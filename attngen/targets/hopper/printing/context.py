@@ -14,7 +14,7 @@ from attngen.targets.hopper.printing.warp_group_views import WarpGroupContext
 from attngen.targets.printing.views import Node, names_in
 
 
-class WarpSpecializedContext(WarpGroupContext):
+class WarpSpecializedContext(WarpGroupContext, complete=pipe.PIPE, control=(tile.Arg,)):
     """Builds the views of one warp-specialized kernel."""
 
     def _variables(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ class WarpSpecializedContext(WarpGroupContext):
             if isinstance(op, (tile.Arg, pipe.Pipeline)) or self._idle(op, cls) or self._is_silent(op):
                 continue
             kind = op.kind
-            text = self._wgmma_wait(op, name) if isinstance(op, pipe.WgmmaWait) else getattr(self, f"_{kind}")(op, cls)
+            text = self._wgmma_wait(op, name) if isinstance(op, pipe.WgmmaWait) else self.handler(op)(op, cls)
             body = self.block(op.body, op.cls) if isinstance(op, tile.Loop) else []
             if isinstance(op, tile.Loop):
                 self._loop_header(op, text, body)

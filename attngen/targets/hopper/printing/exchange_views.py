@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from attngen.ir import AXIS_DIM, AXIS_EXTENT, SIDES, SPLIT_SYMBOLS, Block, Op, Ranges, only, pipe
+from attngen.ir.behaviour import handles
 from attngen.targets.hopper.configs.barriers import zeroing_warp_groups
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
 from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS, THREADS
@@ -94,6 +95,7 @@ class ExchangeContext(LoopContext):
     def _idle(self, op: Op, cls: str) -> bool:
         return cls == "full" if isinstance(op, pipe.ZeroOutOfBounds) else super()._idle(op, cls)
 
+    @handles(pipe.ZeroOutOfBounds)
     def _zero_out_of_bounds(self, op: pipe.ZeroOutOfBounds, cls: str) -> dict[str, Any]:
         """Consecutive tiles whose rows past the end are zeroed, after which the threads of the warp group meet."""
         warp_group = next(

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from attngen.ir import AXIS_DIM, MEMBER, REVERSED_GROUP, Expr, cdiv, floordiv, only, pipe, tile
+from attngen.ir.behaviour import handles
 from attngen.ir.names import START_RANKS
 from attngen.targets.hopper.configs.barriers import ping_pong_barriers
 from attngen.targets.hopper.configs.forward_schedule import FULL_REGISTERS
@@ -93,6 +94,7 @@ class LoopContext(SoftmaxContext):
 
     # ------------------------------------------------------------------ pipelines
 
+    @handles(pipe.PipelinedLoop)
     def _pipelined_loop(self, op: pipe.PipelinedLoop, cls: str) -> dict[str, Any]:
         """Lines that count the tiles of each class and find the first one."""
         if op.reversed:
@@ -149,6 +151,7 @@ class LoopContext(SoftmaxContext):
         """An expression with the rows of an instance in place of those of the program."""
         return re.sub(rf"\b{AXIS_DIM[self.kernel.program_axis]}\b", "ROWS", self.scalar(e))
 
+    @handles(tile.Mask)
     def _mask(self, op: tile.Mask, cls: str) -> dict[str, Any]:
         return {**super()._mask(op, cls), "unswitch": "" if op.unswitch is None else self._of_instance(op.unswitch)}
 

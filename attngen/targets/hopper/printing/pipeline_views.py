@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from attngen.ir import AXIS_DIM, AXIS_EXTENT, Access, Op, only, pipe, symbol, tile
+from attngen.ir.behaviour import handles
 from attngen.targets.hopper.configs.barriers import (
     instances_of,
     is_consumed_in_loop,
@@ -28,6 +29,7 @@ NUMBERS = {"i32": "gl.int32", "f32": "gl.float32"}
 class PipelineContext(ShapeContext):
     """Builds the views of pipelines and of ops on their stages."""
 
+    @handles(pipe.Pipeline)
     def _pipeline(self, op: pipe.Pipeline) -> PipelineView:
         instances = instances_of(self.kernel, op)
         stages = self._stages(op)
@@ -125,6 +127,7 @@ class PipelineContext(ShapeContext):
             [str(first), *(f"{n} * {stages}" if n > 1 else stages for stages, n in before if not stages.isdigit())]
         )
 
+    @handles(pipe.ProducerLoad)
     def _producer_load(self, op: pipe.ProducerLoad, cls: str) -> dict[str, Any]:
         pipeline = self.pipelines[op.pipeline]
         if pipeline.metadata_of:
@@ -179,6 +182,7 @@ class PipelineContext(ShapeContext):
         row = {"start": f"{start} + {at}", "left": f"{left} - {at}", "into": self._short(op.pipeline)}
         return {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, **self._stage(tiles)}
 
+    @handles(pipe.WriteTileIndex)
     def _write_tile_index(self, op: pipe.WriteTileIndex, cls: str) -> dict[str, Any]:
         tiles = str(self.pipelines[op.pipeline].metadata_of)
         return {
@@ -187,6 +191,7 @@ class PipelineContext(ShapeContext):
             "index": self._stage(tiles)["index"],
         }
 
+    @handles(pipe.ReadMetadata)
     def _read_metadata(self, op: pipe.ReadMetadata, cls: str) -> dict[str, Any]:
         wait = self.kernel.op(op.tile)
         assert isinstance(wait, pipe.ConsumerWait)
@@ -292,6 +297,7 @@ class PipelineContext(ShapeContext):
             starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in (batch, head, rows, columns)
         )
 
+    @handles(pipe.ProducerStore)
     def _producer_store(self, op: pipe.ProducerStore, cls: str) -> dict[str, Any]:
         """The place where a consumer instance writes its part, the barrier at which it waits first, and the one at
         which it arrives then."""
@@ -362,6 +368,7 @@ class PipelineContext(ShapeContext):
             "round_robin": name in self.kernel.round_robin,
         }
 
+    @handles(pipe.Rematerialize)
     def _rematerialize(self, op: pipe.Rematerialize, cls: str) -> dict[str, Any]:
         wait = self.kernel.op(op.value)
         assert isinstance(wait, pipe.ConsumerWait)
@@ -378,6 +385,7 @@ class PipelineContext(ShapeContext):
         """An index of a stage, from which the compiler computes addresses where it stands, not before the loop."""
         return "_opaque_zero()" if index == "0" else f"{index} + _opaque_zero()"
 
+    @handles(pipe.LocalLoad)
     def _local_load(self, op: pipe.LocalLoad, cls: str) -> dict[str, Any]:
         wait = self.kernel.wait_of(op.value)
         if wait and self._is_of_rows(wait.pipeline):
@@ -399,9 +407,11 @@ class PipelineContext(ShapeContext):
         wide = tile[1:] == ("D_V",) or side_of(tile)
         return f"{axis}_start + {axis}_rows" if wide else super()._row_of_tensor(axis, tile)
 
+    @handles(pipe.SliceRows)
     def _slice_rows(self, op: pipe.SliceRows, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}
 
+    @handles(pipe.ConsumerWait)
     def _consumer_wait(self, op: pipe.ConsumerWait, cls: str) -> dict[str, Any]:
         if self.pipelines[op.pipeline].exchange:
             return self._wait_exchanged(op)
@@ -430,6 +440,7 @@ class PipelineContext(ShapeContext):
             **stage,
         }
 
+    @handles(pipe.ConsumerRelease)
     def _consumer_release(self, op: pipe.ConsumerRelease, cls: str) -> dict[str, Any]:
         wait = self.kernel.op(op.value)
         assert isinstance(wait, pipe.ConsumerWait)
@@ -446,6 +457,7 @@ class PipelineContext(ShapeContext):
             **self._stage(wait.pipeline, "_WARP_GROUP"),
         }
 
+    @handles(pipe.ProducerTail)
     def _producer_tail(self, op: pipe.ProducerTail, cls: str) -> dict[str, Any]:
         instances = instances_of(self.kernel, self.pipelines[op.pipeline])
         return {"pipeline": self._short(op.pipeline), "instances": instances, **self._stage(op.pipeline, "copy")}

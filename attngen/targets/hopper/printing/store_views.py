@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attngen.ir import AXIS_DIM, MEMBER, REVERSED_GROUP, Access, Block, only, pipe, select, symbol, tile
+from attngen.ir.behaviour import handles
 from attngen.targets.hopper.configs.barriers import acquire_of
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.targets.hopper.printing.tile_start_views import TileStartContext
@@ -17,6 +18,7 @@ class StoreContext(TileStartContext):
         """True if a warp group adds to tiles in semaphore order, and polls the next tile's semaphore while it adds."""
         return any(not acquire_of(self.kernel, op) for op in only(self.kernel.within(block.name), tile.OrderedAdd))
 
+    @handles(tile.OrderedAdd)
     def _ordered_add(self, op: tile.OrderedAdd | tile.OrderedAccumulate, cls: str) -> dict[str, Any]:
         """The parts of a tile that the copy engine adds, their place, and the program's semaphore ticket."""
         wait = self.kernel.op(op.value)
@@ -78,9 +80,11 @@ class StoreContext(TileStartContext):
         assert isinstance(tensor, tile.Arg)
         return f"{self._start(Access(semaphore.tensor, tuple(head)), tensor)} + {at or self.scalar(row)}"
 
+    @handles(pipe.SemaphoreRelease)
     def _semaphore_release(self, op: pipe.SemaphoreRelease, cls: str) -> dict[str, Any]:
         return {"counter": self._counter_of(op.semaphore), "where": self._has_rows(op)}
 
+    @handles(pipe.SemaphoreAcquire)
     def _semaphore_acquire(self, op: pipe.SemaphoreAcquire, cls: str) -> dict[str, Any]:
         """The semaphore value to wait for, counted in warps: each warp of an instance releases by one.
 
@@ -95,10 +99,12 @@ class StoreContext(TileStartContext):
         start = self.row(self.own)
         return f"{start} < {self.kernel.extent(self.own)}" if symbol(start) in op.semaphore.index else ""
 
+    @handles(pipe.TmaStoreWait)
     def _tma_store_wait(self, op: pipe.TmaStoreWait, cls: str) -> dict[str, Any]:
         stores = (o for o in only(self.kernel.ops(), pipe.TmaStore) if o.staging == op.staging)
         return {"flag": "_INPUT_GRADIENTS" * any(self._is_input_gradient(o.dst.tensor) for o in stores)}
 
+    @handles(pipe.TmaStore)
     def _tma_store(self, op: pipe.TmaStore, cls: str) -> dict[str, Any]:
         rows, columns = self._dims(self.kernel.type_of(op.value).dims)
         value, place, half = self.var(op.value), self._place(op.dst), self.pipelines[op.staging].type.dims[-1]

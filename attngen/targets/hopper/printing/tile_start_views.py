@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attngen.ir import AXIS_DIM, pipe
+from attngen.ir.behaviour import handles
 from attngen.ir.names import STARTS
 from attngen.targets.hopper.printing.pipeline_views import PipelineContext
 from attngen.targets.printing.memory_views import applies
@@ -13,6 +14,7 @@ from attngen.targets.printing.memory_views import applies
 class TileStartContext(PipelineContext):
     """Builds the views of these ops."""
 
+    @handles(pipe.LoadTileStart)
     def _load_tile_start(self, op: pipe.LoadTileStart, cls: str) -> dict[str, Any]:
         return {"lines": [f"{self.var(op.name)} = {self._start_of_tile()}"]}
 
@@ -26,6 +28,7 @@ class TileStartContext(PipelineContext):
         """`NC=True` if the kernel waits for semaphores, which drops what ordinary loads leave in the L1 cache."""
         return ", NC=True" if self.kernel.adds_in_order else ""
 
+    @handles(pipe.WriteTileStart)
     def _write_tile_start(self, op: pipe.WriteTileStart, cls: str) -> dict[str, Any]:
         """The line that writes a tile's start. A loop of full tiles loads it only for the tile that consumers mask,
         and only then."""
@@ -45,6 +48,7 @@ class TileStartContext(PipelineContext):
         among = _any_of([f"{self.loop}_tile == {self.scalar(number)}" for number in tiles.numbers])
         return f"({among}) & ({self._number(tiles.before)} == 0)" if tiles.before else among
 
+    @handles(pipe.ReadTileStart)
     def _read_tile_start(self, op: pipe.ReadTileStart, cls: str) -> dict[str, Any]:
         """The line that reads the position of a tile. `_define_position` adds those that need its value: where a loop
         computes with it only in some tiles, the others do not wait for it. With `when` partial, full tiles read a

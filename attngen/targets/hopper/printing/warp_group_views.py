@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from attngen.ir import AXIS_DIM, SIDES, Block, only, pipe, tile
+from attngen.ir.behaviour import handles
 from attngen.ir.names import stride_names
 from attngen.targets.hopper.configs.barriers import is_reused
 from attngen.targets.hopper.configs.work_tiles import tile_coordinates, tile_metadata
@@ -287,6 +288,7 @@ class WarpGroupContext(WgmmaContext):
         )
         return [f"{', '.join(found)} = {', '.join(found.values())}"] if found else []
 
+    @handles(pipe.WorkLoop)
     def _work_loop(self, op: pipe.WorkLoop, cls: str) -> dict[str, Any]:
         splits: list[str] = []
         place = self._program_tile() if op.fetches and not self.kernel.kv_split else []
@@ -307,6 +309,7 @@ class WarpGroupContext(WgmmaContext):
             **self._stage(op.pipeline, "" if op.fetches else "_WARP_GROUP"),
         }
 
+    @handles(pipe.PrefetchTile)
     def _prefetch_tile(self, op: pipe.PrefetchTile, cls: str) -> dict[str, Any]:
         return {"call": {}}  # that of the work loop's `_tile_function`
 
@@ -316,6 +319,7 @@ class WarpGroupContext(WgmmaContext):
             len(tile_coordinates(self.kernel)) if self.kernel.kv_split else len(self.kernel.grid) + self.kernel.places
         )
 
+    @handles(pipe.ReloadTile)
     def _reload_tile(self, op: pipe.ReloadTile, cls: str) -> dict[str, Any]:
         return {
             "reread": list(range(self._index_count())),

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from attngen.ir import SIDES, only, pipe, tile
+from attngen.ir.behaviour import handles
 from attngen.targets.hopper.configs.barriers import ping_pong_barriers
 from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS, ROWS, THREADS
 from attngen.targets.hopper.printing.store_views import StoreContext
@@ -14,6 +15,7 @@ from attngen.targets.hopper.printing.store_views import StoreContext
 class WgmmaContext(StoreContext):
     """Builds the views of products and their accumulators."""
 
+    @handles(pipe.Wgmma)
     def _wgmma(self, op: pipe.Wgmma, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
         left = [var if a.dims[1] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.a)]
@@ -59,6 +61,7 @@ class WgmmaContext(StoreContext):
             for var, b, start in zip(parts, right, starts)
         ]
 
+    @handles(pipe.WgmmaWait)
     def _wgmma_wait(self, op: pipe.WgmmaWait, block: str) -> dict[str, Any]:
         ops = self.kernel.block(block).ops
         names = [o.name for o in ops]
@@ -76,11 +79,13 @@ class WgmmaContext(StoreContext):
         """The number of products that an op issues: one per piece of the accumulator, or of the right operand."""
         return len(self._widths(op.type)) or len(self._tile_vars(op.b))
 
+    @handles(pipe.SchedulerBarrier)
     def _scheduler_barrier(self, op: pipe.SchedulerBarrier, cls: str) -> dict[str, Any]:
         """The number of consumer instances in ping-pong order, and the named barrier of the first."""
         instances = ping_pong_barriers(self.kernel)
         return {"do": op.do, "instances": instances, "first": NAMED_BARRIERS - instances, "threads": 2 * THREADS}
 
+    @handles(tile.Init)
     def _init(self, op: tile.Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)
         del text["shape"]
@@ -98,6 +103,7 @@ class WgmmaContext(StoreContext):
             return {**text, "parts": parts, "layout": "PARTS"}
         return {**text, "parts": [(text["var"], ", ".join([rows, *columns]))], "layout": layout}
 
+    @handles(tile.Map)
     def _map(self, op: tile.Map, cls: str) -> dict[str, Any]:
         """A value in pieces is computed piece by piece, from the pieces of its operands."""
         text, used = super()._map(op, cls), [ref for _, ref in op.uses if self._widths(self.kernel.type_of(ref))]
@@ -111,6 +117,7 @@ class WgmmaContext(StoreContext):
             found.append((part, expr))
         return {**text, "parts": found}
 
+    @handles(pipe.ConvertLayout)
     def _convert_layout(self, op: pipe.ConvertLayout, cls: str) -> dict[str, Any]:
         text = super()._convert_layout(op, cls)
         users = (self.kernel.op(name) for name in self.kernel.graph.successors(op.name))
