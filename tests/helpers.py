@@ -144,7 +144,7 @@ def portable(name: str) -> Module:
     without kernels that exist only warp-specialized."""
     whole = target(name)
     module = without(
-        replace(whole, warp_specialized=()), {kernel.name for kernel in whole.kernels if kernel.adds_in_order}
+        replace(whole, warp_specialized=()), {kernel.name for kernel in whole.kernels if kernel.traits.adds_in_order}
     )
     rows = tuple(
         (k, tuple(r for r in rows if not isinstance(r, Config) or r.backend == module.backend))

@@ -127,7 +127,7 @@ def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) ->
     for _, module in stages(make_spec(data(name, dtype))):
         assert print_module(parse_module(print_module(module), "text")) == print_module(module)
         assert result_type(module.dtypes) == result and module.host("forward").type_of("O").dtype == result
-        for kernel in (k for k in module.kernels if "O" in k.writes):
+        for kernel in (k for k in module.kernels if "O" in k.traits.writes):
             assert kernel.type_of("O").dtype == result == kernel.type_of("o").dtype
         if result != "f32":
             typed = [

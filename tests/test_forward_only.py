@@ -99,7 +99,7 @@ def test_it_is_the_forward_of_a_module_that_has_one(name: str) -> None:
     assert made.spec_hash != whole.spec_hash
     mine, theirs = (dict(_by_kernel(print_module(m))) for m in (made, whole))
     assert mine == {kernel: text for kernel, text in theirs.items() if kernel in mine} and len(theirs) > len(mine)
-    assert {a for kernel in made.kernels for a in kernel.writes} <= {"O", "LSE", "COUNT"}
+    assert {a for kernel in made.kernels for a in kernel.traits.writes} <= {"O", "LSE", "COUNT"}
     text = render(made)["__init__.py"]
     assert "_backward" not in text and "BACKWARD" not in text and "differentiable" not in text
     assert render(parse_module(print_module(made), "text")) == render(made)

@@ -404,7 +404,7 @@ def test_calls_with_a_cache_have_no_forward_mode(device: str) -> None:
 
 def test_there_are_five_products_and_no_running_maximum() -> None:
     kernel = build_module(spec_of(NAME)).kernel("jvp")
-    assert len(list(only(kernel.ops(), tile.Dot))) == 5 and not kernel.normalises
+    assert len(list(only(kernel.ops(), tile.Dot))) == 5 and not kernel.traits.normalises
     assert all(any(k.name == "jvp" for k in build_module(spec_of(name)).kernels) for name in TRAINED)
 
 

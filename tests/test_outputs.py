@@ -240,6 +240,6 @@ def test_the_largest_score_comes_from_warp_specialized_kernels_too(score: list[A
     }
     spec = make_spec({**ALL, **more})
     module = lower(spec)
-    assert [kernel.name for kernel in module.warp_specialized if "MAX_SCORE" in kernel.writes] == ["fwd"]
+    assert [kernel.name for kernel in module.warp_specialized if "MAX_SCORE" in kernel.traits.writes] == ["fwd"]
     for seed in range(4):
         compare_with_naive(module, "outputs", seed, of=spec)

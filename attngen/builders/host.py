@@ -152,9 +152,9 @@ def _backward(module: Module) -> Host:
     shared = any(sharing(kernel.grid) for kernel in module.kernels)
     if kv_outer:
         _launch_by_key(b, module)
-    elif fused := next((kernel for kernel in module.kernels if kernel.adds_in_order), None):
+    elif fused := next((kernel for kernel in module.kernels if kernel.traits.adds_in_order), None):
         wanted = sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys(module))
-        if fused.reads_pairs:
+        if fused.traits.reads_pairs:
             wanted = sympy.And(wanted, rows_are_aligned())
         limited = None
         if sharing(fused.grid):
@@ -247,7 +247,9 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
     b.launch("delta", "rows_only")
     b.branch("By_key", "keys", block, of=("dK",))
     owners = [
-        kernel for kernel in module.kernels if kernel.writes & {"dK", "dV"} and kernel.dots and not kernel.adds_in_order
+        kernel
+        for kernel in module.kernels
+        if kernel.traits.writes & {"dK", "dV"} and kernel.traits.dots and not kernel.traits.adds_in_order
     ]
     if any(sharing(kernel.grid) for kernel in owners):
         _launch_splits(b, owners, "keys", "partial")

@@ -131,7 +131,7 @@ def without_chunks(module: Module) -> Module:
 def with_lengths(module: Module) -> Module:
     """Return the module with launches that pass the lengths of the whole sequence, and the rows of the call, to the
     kernels that compute positions."""
-    placing = {kernel.name for kernel in module.kernels if kernel.places}
+    placing = {kernel.name for kernel in module.kernels if kernel.traits.places}
     sizes = tuple((size, symbol(name)) for size, name in WHOLE_LENGTHS.items())
     sizes += tuple((rows, symbol(size)) for size, rows in CALL_ROWS.items())
 

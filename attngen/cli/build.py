@@ -131,14 +131,14 @@ def _tiles(module: Module, written: set[str]) -> str:
     Tiles of warp-specialized kernels for long calls come last, with their backend.
     """
     launched = [
-        kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.dots
+        kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.traits.dots
     ]
     have = [k.name for k in launched if written & {a.name for a in k.args if a.role in ("out", "inout")}]
     configs = [next((c for c in reversed(module.configs(name)) if c.device == "sm90"), None) for name in have]
     long = [
         config
         for k in module.kernels
-        if k.dots and _writes(k, written)
+        if k.traits.dots and _writes(k, written)
         for _, config in module.stand_ins(k.name)[-1:]
         if config.device == "sm90"
     ]

@@ -92,7 +92,7 @@ def variable(name: str) -> str:
 def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
     """Return the handle of a kernel, with everything that the runtime needs to launch it."""
     args = ["kernels", f'"{kernel.name}"']
-    if not kernel.visits_all_tiles:
+    if not kernel.traits.visits_all_tiles:
         args.append(f'"{AXIS_DIM[kernel.program_axis]}"')
     tensors = [a.name for a in kernel.args if a.role != "scalar"]
     described = [
@@ -432,13 +432,13 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
         kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
         given, sizes = dict(op.args), dict(op.sizes)
         tensors = [a for a in kernel.args if a.role != "scalar"]
-        cached = kernel.program_axis == "kv" and kernel.reads_cache
-        extent = "Nc" if cached else kernel.extent(kernel.program_axis)
+        cached = kernel.program_axis == "kv" and kernel.traits.reads_cache
+        extent = "Nc" if cached else kernel.traits.extent(kernel.program_axis)
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
         if "KV_split" in axes:  # programs take one after another
             axes = {"KV_split": kernel.kv_split.programs * symbol("num_SMs")} if kernel.kv_split else axes
         heads, rows = sympy.Mul(*axes.values()), sizes.get(extent, symbol(extent))
-        if kernel.combines_splits:  # each program combines one row of one head
+        if kernel.traits.combines_splits:  # each program combines one row of one head
             heads, rows = sympy.Integer(1), heads * rows
         numbers = [
             self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)
@@ -452,7 +452,7 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
         flags = list(_flags(view).values())
         return {
             "handle": op.kernel.upper(),
-            "x": variable(given.get(tensors[0].name, tensors[0].name)) if kernel.prepares else self.first,
+            "x": variable(given.get(tensors[0].name, tensors[0].name)) if kernel.traits.prepares else self.first,
             "rows": self._python(rows),
             "heads": " * ".join([self._python(heads), *self._shares(kernel, rows)]),
             "tensors": [variable(given.get(a.name, a.name)) for a in tensors],
@@ -464,7 +464,7 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
     def _shares(self, kernel: Kernel, rows: Any) -> list[str]:
         """Return Python source for the number of programs along a split head_dim, which the launch's schedule
         determines; an empty list if no head_dim is split."""
-        if (axis := kernel.split_d_axis) is None:
+        if (axis := kernel.traits.split_d_axis) is None:
             return []
         block = SPLIT_DIM[axis.var]
         schedule = f'runtime.schedule(kernels, "{kernel.name}", {self.first}, {self._python(rows)})'

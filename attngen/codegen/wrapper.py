@@ -261,7 +261,7 @@ class Wrapper:
     def fields(self) -> list[str]:
         """The tensors of a plan that replace the planned inputs: inputs that kernels read, and tensors derived from
         inputs."""
-        read = {a.name.lower() for kernel in self.module.kernels if not kernel.prepares for a in kernel.args}
+        read = {a.name.lower() for kernel in self.module.kernels if not kernel.traits.prepares for a in kernel.args}
         derived = [n for d in self.module.derived for n in d.names if set(d.sources) & set(self.planned)]
         return [n for n in self.planned if n in read] + derived
 

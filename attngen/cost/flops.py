@@ -37,7 +37,7 @@ def useful_flops(module: Module, direction: str) -> Expr:
     the backward.
     """
     kernels = module.kernels_of(direction)
-    products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.dots}
+    products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.traits.dots}
     return TILES * sympy.Add(*products.values()).subs({symbol(own): symbol(whole) for own, whole in WHOLE.items()})
 
 

@@ -71,7 +71,7 @@ def _once_per_program_tile(kernel: Kernel) -> set[str]:
 def _heads(kernel: Kernel) -> Expr:
     """Heads over which programs are distributed, query heads or KV heads. A head counts once for each of the programs
     that split its loops or its columns."""
-    own = heads(kernel) / symbol("group") if kernel.has_groups else heads(kernel)
+    own = heads(kernel) / symbol("group") if kernel.traits.has_groups else heads(kernel)
     return own * repeats(kernel) * sympy.Mul(*(axis.extent for axis in sharing(kernel.grid)))
 
 
@@ -83,7 +83,7 @@ def l2_bytes(kernel: Kernel) -> Traffic:
     of a head.
     """
     program = _heads(kernel) * program_tiles(kernel)
-    tiles = heads(kernel) * cdiv(symbol("Nq"), symbol("BLOCK_Q")) if kernel.prepares else TILES * repeats(kernel)
+    tiles = heads(kernel) * cdiv(symbol("Nq"), symbol("BLOCK_Q")) if kernel.traits.prepares else TILES * repeats(kernel)
     return loads_and_stores(
         kernel, tile_bytes, lambda block: program if block in _once_per_program_tile(kernel) else tiles
     )
@@ -107,7 +107,7 @@ def dram_bytes(kernel: Kernel) -> Traffic:
     - otherwise, if each program visits all tiles of its axis, once for each of these tiles. Rewritten tiles are written
       as often.
     """
-    if kernel.prepares:  # one program has all tensors of a sequence, which the cache holds
+    if kernel.traits.prepares:  # one program has all tensors of a sequence, which the cache holds
         sums = (sympy.Add(*(tile_bytes(arg.type) for arg in kernel.args if arg.role == role)) for role in ("in", "out"))
         return Traffic(*sums)
     owned, tiles = _heads(kernel) * program_tiles(kernel), program_tiles(kernel)
@@ -128,9 +128,13 @@ def dram_bytes(kernel: Kernel) -> Traffic:
         return Traffic(kept[0], kept[1])
     every = [sympy.Min(streamed[i], sympy.Add(*(pair[i] for pair in once.values()))) for i in (0, 1)]
     swizzle = sympy.Min(kernel.grid[0].heads, _heads(kernel)) if kernel.grid[0].heads != 1 else sympy.Integer(1)
-    at_once = sympy.Min(_heads(kernel), IN_FLIGHT if kernel.visits_all_tiles else sympy.Max(swizzle, IN_FLIGHT / tiles))
+    at_once = sympy.Min(
+        _heads(kernel), IN_FLIGHT if kernel.traits.visits_all_tiles else sympy.Max(swizzle, IN_FLIGHT / tiles)
+    )
     fits = sympy.Add(*(sympy.Max(*pair) for pair in once.values())) * at_once / _heads(kernel) <= CACHE
-    swizzle_rows = sympy.Integer(1) if kernel.visits_all_tiles else sympy.Max(1, sympy.Min(IN_FLIGHT / swizzle, tiles))
+    swizzle_rows = (
+        sympy.Integer(1) if kernel.traits.visits_all_tiles else sympy.Max(1, sympy.Min(IN_FLIGHT / swizzle, tiles))
+    )
     again = sympy.Max(every[0], streamed[0] / swizzle_rows), streamed[1]
     return Traffic(*(kept[i] + select(fits, every[i], again[i]) for i in (0, 1)))
 

@@ -68,7 +68,7 @@ class Estimate(RooflineTimes):
 def rows_of_call(kernel: Kernel, problem: Problem) -> int:
     """The number of rows by which a call chooses a kernel's config: those of the program axis; with pack-GQA those of
     all heads of a group; for a kernel that combines splits those of all heads and sequences."""
-    if kernel.combines_splits:
+    if kernel.traits.combines_splits:
         return problem.batch * problem.q_heads * problem.n_q
     if kernel.pack_gqa:
         return problem.q_heads // problem.kv_heads * problem.n_q
@@ -127,7 +127,7 @@ def numbers_of_call(module: Module, known: dict[str, Any], device: Device) -> di
     fused_configs = (
         config
         for kernel in module.warp_specialized
-        if kernel.adds_in_order
+        if kernel.traits.adds_in_order
         for config in module.configs(kernel.name, kernel.backend)
     )
     fused = any(config.device == device.cls and known["Nk"] > config.min_rows for config in fused_configs)

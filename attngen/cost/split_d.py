@@ -23,7 +23,7 @@ def split_d_costs(
 
     FLOPs and bytes loaded are compared with those of programs that have the same tile and all columns.
     """
-    for kernel in (kernel for kernel in module.kernels if kernel.split_d_axis):
+    for kernel in (kernel for kernel in module.kernels if kernel.traits.split_d_axis):
         costs: dict[str, list[str]] = {}
         for device in devices:
             if config := config_for(module, kernel, device, rows_of_call(kernel, problem)):
@@ -32,8 +32,8 @@ def split_d_costs(
 
 
 def _cost(module: Module, kernel: Kernel, config: Config, problem: Problem) -> str:
-    assert kernel.split_d_axis
-    width = module.widths[WHOLE[SPLIT_DIM[kernel.split_d_axis.var]]]
+    assert kernel.traits.split_d_axis
+    width = module.widths[WHOLE[SPLIT_DIM[kernel.traits.split_d_axis.var]]]
     programs = -(-width // config.columns)
     if programs == 1:
         return f"a program holds all {width} columns of its sum"

@@ -225,10 +225,12 @@ def emitted(module: Module, cls: str) -> list[Theorem]:
     A kernel with ordered adds has none: its backend fixes its tile sizes, which do not grow with M.
     """
     found = []
-    for kernel in (k for k in module.kernels if not k.adds_in_order):
+    for kernel in (k for k in module.kernels if not k.traits.adds_in_order):
         if not tile_loops(kernel):
             found.append(
-                Theorem(f"@{kernel.name}", "", moved([kernel]), N if kernel.prepares else N * D, (Regime("any M"),))
+                Theorem(
+                    f"@{kernel.name}", "", moved([kernel]), N if kernel.traits.prepares else N * D, (Regime("any M"),)
+                )
             )
             continue
         biased = any({"Nq", "Nk"} <= set(of_sequence(i.shape)) for i in module.inputs)

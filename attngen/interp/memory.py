@@ -47,7 +47,7 @@ class MemoryOps(Evaluator):
                 places.append(number)
                 continue
             dim = AXIS_DIM[axis] if AXIS_DIM[axis] in dims else PADDED[AXIS_DIM[axis]]
-            start = values.get(self.kernel.first_row(access, at, axis), 0)
+            start = values.get(self.kernel.traits.first_row(access, at, axis), 0)
             end = start + values[dim]
             if axis in inside:
                 left = values[AXIS_EXTENT[axis]] - values.get(f"{axis}_start", 0)
@@ -169,7 +169,7 @@ class MemoryOps(Evaluator):
 
     def semaphore_at(self, access: Access, values: Values) -> tuple[Any, tuple[int, ...]]:
         """Return the tensor of semaphores and the index of a tile's semaphore."""
-        tensor, index = self.kernel.through(access)
+        tensor, index = self.kernel.accessed(access)
         return values[tensor.name], tuple(int(self.expression(e, values)) for e in index)
 
     def release(self, semaphore: Access, values: Values) -> None:
@@ -240,7 +240,7 @@ class MemoryOps(Evaluator):
 
     @handles(tile.ListPosition)
     def _list_position(self, op: tile.ListPosition, values: Values, cls: str) -> int:
-        axis = self.kernel.ranked_axis(op)
+        axis = self.kernel.traits.ranked_axis(op)
         if isinstance(self.kernel.op(op.src), tile.Arg):
             return self.tile_of_call(axis, op.tile, values)
         ranks, ratio = values[op.src], self.tiles_in_a_block(axis, values)

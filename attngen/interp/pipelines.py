@@ -77,7 +77,7 @@ class PipelineOps(Launch):
         consumers = sum(
             b.warp_group.instances for b in self.kernel.warp_groups if b.warp_group and self.consumes(b.name, op.name)
         )
-        consumers = 1 if op.exchange or op.name in self.kernel.round_robin else consumers
+        consumers = 1 if op.exchange or op.name in self.kernel.traits.round_robin else consumers
         stages = int(compiled(op.stages)(values))
         writing = (
             b.warp_group
@@ -206,7 +206,7 @@ class PipelineOps(Launch):
         """A tile as TMA reads it: 0 out of bounds."""
         pipeline = self.pipeline(op.pipeline)
         tile = np.zeros(self.stage_shape(pipeline, values), self.dtypes[pipeline.type.dtype])
-        if self.kernel.reads_cache:  # its rows past the end of the sequence are read too
+        if self.kernel.traits.reads_cache:  # its rows past the end of the sequence are read too
             values = {**values, "Nk": values["Nc"]}
         places, part = self.inside(op.src, values)
         if op.page:
@@ -226,7 +226,7 @@ class PipelineOps(Launch):
             if axis not in AXIS_DIM:
                 places.append(int(self.expression(e, values)))
                 continue
-            start, size = values.get(self.kernel.first_row(access, at, axis), first), values[AXIS_DIM[axis]]
+            start, size = values.get(self.kernel.traits.first_row(access, at, axis), first), values[AXIS_DIM[axis]]
             size = columns if columns and axis.startswith("d_") else size
             left = values["D_V" if axis in SIDES else AXIS_EXTENT[axis]] - values.get(f"{axis}_start", first)
             end = max(start, start + min(size, left))

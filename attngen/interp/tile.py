@@ -158,7 +158,7 @@ class Launch(MemoryOps, ArithmeticOps, complete=tile.TILE, control=CONTROL):
             return {axis: number}
         rows = values[AXIS_DIM[axis]]
         row = start = number * rows
-        if self.kernel.places and axis in STARTS:
+        if self.kernel.traits.places and axis in STARTS:
             unit, rest = divmod(row, self.module.unit)
             start = int(values[STARTS[axis][0]][unit]) + rest
         return {f"_{axis}_row": row, f"{axis}_start": start, f"{axis}_idx": start + np.arange(rows)}

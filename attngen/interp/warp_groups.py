@@ -50,14 +50,14 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
     def programs(self, places: list[dict[str, int]], start: Values) -> Iterator[Program]:
         """One program per place, or, for persistent programs, a random number of programs that share the places by a
         counter. Programs that wait for each other run concurrently."""
-        if waits := self.kernel.adds_in_order:
+        if waits := self.kernel.traits.adds_in_order:
             first = self.kernel.grid[0]
             places = sorted(
                 places,
                 key=lambda at: -at[first.var] if first.reversed and not at.get(REVERSED_GROUP) else at[first.var],
             )
         running = super().programs(places, start)
-        if self.kernel.is_persistent:
+        if self.kernel.traits.is_persistent:
             count = self.chance.randint(1, len(places)) if places else 0
             shared = {**start, "places": places, "counter": iter(range(0 if waits else count, len(places)))}
             running = (self.program({}, {**shared, "own": own}) for own in range(count))
@@ -90,7 +90,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
             **{half: start[whole] // 2 for whole, half in pipe.HALF_DIM.items()},
             **start,
         }
-        instances = self.kernel.sharing_warp_group.instances
+        instances = self.kernel.traits.sharing_warp_group.instances
         values |= {whole: start[own] for own, whole in pipe.TILE_DIM.items()}
         values |= {part: start[of] // instances for of, part in pipe.SLICE_DIM.items() if of in start}
         values |= {**dict.fromkeys(SIDES.values(), start["D_V"] // 2), "right_v_start": start["D_V"] // 2}
@@ -119,7 +119,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
                 del waiting[name]
                 stuck = 0
             if stuck > 200 * len(waiting) and not pending:
-                if not self.kernel.adds_in_order:
+                if not self.kernel.traits.adds_in_order:
                     raise Deadlock(f"@{self.kernel.name}: {', '.join(sorted(waiting))} wait for ever")
                 yield True
         return {}
@@ -185,7 +185,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
     def _work_loop(self, op: pipe.WorkLoop, values: Values) -> Any:
         """Run the body for the program's own tile and for each that it fetches. The place of each, here its number, is
         passed to the other warp groups."""
-        number = next(values["counter"], -1) if op.fetches and self.kernel.adds_in_order else values["own"]
+        number = next(values["counter"], -1) if op.fetches and self.kernel.traits.adds_in_order else values["own"]
         while True:
             if op.fetches:
                 yield from self._start(op.pipeline, values, lambda *_, number=number: np.asarray(number))
@@ -244,7 +244,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
 
     def tile_of_instance(self, axis: str, bound: Expr, values: Values) -> int:
         """A bound for the rows of an instance: if calls have chunks of a sequence, its position among their tiles."""
-        if self.kernel.places:
+        if self.kernel.traits.places:
             return self.tile_of_call(axis, bound, values)
         return int(self.expression(bound, values))
 

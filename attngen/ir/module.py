@@ -335,7 +335,7 @@ class Module:
     @property
     def splitting_kernel(self) -> Kernel | None:
         """The kernel among whose programs the keys of a cache are split (split-KV), or None."""
-        return next((kernel for kernel in self.kernels if kernel.kv_split and kernel.dots), None)
+        return next((kernel for kernel in self.kernels if kernel.kv_split and kernel.traits.dots), None)
 
     @property
     def head_dims(self) -> tuple[tuple[str, int], ...]:

@@ -132,7 +132,7 @@ def unspecialized(spec: Spec, module: Module, tables: Mapping[str, Table] | None
             if isinstance(why := choose(specializer, spec.schedule, tables, specialization, module), str):
                 name = specialization.kernel
                 yield f"On {specializer.device} the kernel @{name} has no config for {specializer.name}: {why}."
-    is_fused = any(kernel.adds_in_order for kernel in module.kernels)
+    is_fused = any(kernel.traits.adds_in_order for kernel in module.kernels)
     if spec.trains and spec.schedule.order != "kv_outer" and not is_fused:
         why = unfused(spec) or "it is not known how many programs add to a tile of dQ before each one"
         yield f"There is no fused backward: {why}."

@@ -256,14 +256,14 @@ def _tiles(module: Module) -> Iterator[RenderableType]:
         for loop in tile_loops(kernel):
             ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in loop.ranges)
             yield Line(f"@{kernel.name} {loop.cls}: {ranges}")
-        positions = {op.name for op in only(kernel.ops(), tile.ListPosition)} if kernel.places else set()
+        positions = {op.name for op in only(kernel.ops(), tile.ListPosition)} if kernel.traits.places else set()
         for name, bound in bounds(kernel):
             found = f"tiles of the call before tile {to_text(bound)}" if str(name) in positions else to_text(bound)
             yield Line(f"  {name} = {found}")
         for op in kernel.ops():
             if isinstance(op, tile.Mask):
                 yield Line(f"@{kernel.name} mask: {to_text(op.where)}")
-        listed = module.blocks is not None and module.blocks.data and bool(kernel.dots)
+        listed = module.blocks is not None and module.blocks.data and bool(kernel.traits.dots)
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
             yield from (Line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
 
@@ -401,10 +401,10 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
 def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
     """Return the named scalars that bound the loops over tiles, as (name, closed form); each may use earlier ones."""
     used = {s for loop in tile_loops(kernel) for pair in loop.ranges for bound in pair for s in bound.free_symbols}
-    for name, value in reversed(kernel.named):
+    for name, value in reversed(kernel.traits.named):
         if name in used:
             used |= value.free_symbols
-    return [(name, value) for name, value in kernel.named if name in used]
+    return [(name, value) for name, value in kernel.traits.named if name in used]
 
 
 def device_table(module: Module, problem: Problem) -> Rows:

@@ -85,7 +85,7 @@ class Launched:
 
 def rows_named(kernel: Kernel) -> str:
     """The name of the number of rows by which a call chooses the config of a kernel (see `rows_of_call`)."""
-    if kernel.combines_splits:
+    if kernel.traits.combines_splits:
         return "B·Hq·Nq"
     if kernel.pack_gqa:
         return GROUP_ROWS
@@ -99,7 +99,7 @@ def launches(module: Module, cls: str) -> list[Launched]:
     for host in module.hosts:
         for where, holds, name in dict.fromkeys(_launched(module, host, "entry", ("", sympy.true), cls)):
             kernel = module.kernel(name)
-            for made in ranges(module, kernel, cls) if kernel.dots else ():
+            for made in ranges(module, kernel, cls) if kernel.traits.dots else ():
                 found.append(Launched(host.name, where, holds, made.kernel, made.config, made.least, made.most))
     return found
 
@@ -129,7 +129,7 @@ def _both(one: tuple[str, Bool], words: str, holds: Bool) -> tuple[str, Bool]:
 def _runs(module: Module, host: Host, block: str, cls: str) -> bool:
     """True if every kernel that a block launches has a config on a device class."""
     launched = [module.kernel(op.kernel) for op in host.block(block).ops if isinstance(op, Launch)]
-    return all(ranges(module, kernel, cls) for kernel in launched if kernel.dots)
+    return all(ranges(module, kernel, cls) for kernel in launched if kernel.traits.dots)
 
 
 def _condition(host: Host, where: Bool) -> Bool:

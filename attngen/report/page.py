@@ -225,7 +225,7 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
             parts.append(typeset.between(lo, "j", hi))
         found.append(Formula(f"{loop.cls} tiles", Markup(" and ").join(parts), ""))
     positions = {op.name for op in only(kernel.ops(), tile.ListPosition)}
-    of = "of the call" if kernel.places else "listed"
+    of = "of the call" if kernel.traits.places else "listed"
     for name, value in bounds(kernel):
         if str(name) in positions:
             found.append(

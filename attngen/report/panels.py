@@ -62,7 +62,7 @@ def fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> P
     limit = CLASSES[cls].smem_per_block
     lines: dict[str, list[Bar]] = {}
     rows = []
-    for kernel in (k for k in module.kernels if k.dots):
+    for kernel in (k for k in module.kernels if k.traits.dots):
         launched = configs_on(module, kernel, cls, problem)
         if not launched:
             lines.setdefault(PORTABLE_KERNELS, []).append(Bar(f"@{kernel.name}: {_absent(module, kernel, cls)}"))

@@ -73,10 +73,10 @@ def kernels_of_classes(module: Module) -> Iterator[tuple[str, ...]]:
 def _long(module: Module, name: str, cls: str) -> Iterator[str]:
     """Yield the kernels of long calls of a host program on a device class: the fused backward, if there is one."""
     launched = (module.kernel(op.kernel) for op in module.host(name).ops() if isinstance(op, Launch))
-    fused = [kernel for kernel in launched if kernel.adds_in_order and ranges(module, kernel, cls)]
+    fused = [kernel for kernel in launched if kernel.traits.adds_in_order and ranges(module, kernel, cls)]
     for kernel in fused or map(module.kernel, module.host(name).common_launches()):
         found = ranges(module, kernel, cls)
-        if kernel.dots:
+        if kernel.traits.dots:
             yield f"{kind(found[-1].config.backend)} {kernel.name} {found[-1].config.tile}" if found else "none fits"
 
 
@@ -93,7 +93,7 @@ def _elsewhere(module: Module, name: str, problem: Problem) -> dict[str, Any]:
     """Return a call on NVIDIA GPUs of other classes, whose rates are not known."""
     kernels = [module.kernel(launched) for launched in module.host(name).common_launches()]
     found = [(k, chosen(module, k, FALLBACK_CUDA, rows_of_call(k, problem))) for k in kernels]
-    made = [{**_config(r.kernel, r.config), "products": bool(k.dots)} for k, r in found if r]
+    made = [{**_config(r.kernel, r.config), "products": bool(k.traits.dots)} for k, r in found if r]
     return {**_unknown(name, len(made) == len(kernels)), "kernels": made}
 
 
@@ -131,7 +131,7 @@ def _run(run: Run) -> dict[str, Any]:
     e = run.estimate
     return {
         **_config(run.made, run.config),
-        "products": bool(run.kernel.dots),
+        "products": bool(run.kernel.traits.dots),
         "seconds_at_least": e.seconds,
         "shared_bytes": e.sram,
         "shared_limit": e.limit,
@@ -160,7 +160,7 @@ def _decode(module: Module, kernel: Kernel, device: Device, problem: Problem) ->
 def _kernels(module: Module) -> Iterator[dict[str, Any]]:
     """Yield what runs for each kernel with matrix products, by device class and the number of rows of a call."""
     for kernel in module.kernels:
-        if not kernel.dots:
+        if not kernel.traits.dots:
             continue
         for cls in CLASSES:
             for found in ranges(module, kernel, cls):

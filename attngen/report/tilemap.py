@@ -117,7 +117,7 @@ def _drawn(module: Module, problem: Problem) -> Iterator[Kernel]:
     cls = DRAWN_ON.cls
     launched = {one.kernel.stands_for for one in launches(module, cls) if one.covers(problem, DRAWN_ON)}
     for kernel in (k for k in module.kernels if tile_loops(k) and not k.pack_gqa):
-        replaced = kernel.dots and (kernel.adds_in_order or ranges(module, kernel, cls))
+        replaced = kernel.traits.dots and (kernel.traits.adds_in_order or ranges(module, kernel, cls))
         if kernel.name in launched or not replaced:
             yield kernel
 

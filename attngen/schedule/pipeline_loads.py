@@ -37,7 +37,7 @@ class PipelineLoads(Pass):
 
     def _with_stages(self, module: Module, kernel: Kernel, config: Config | DoesNotFit) -> Config | DoesNotFit:
         # Triton only pipelines the loads of matrix operands.
-        if not kernel.dots or isinstance(config, DoesNotFit) or config.measured:
+        if not kernel.traits.dots or isinstance(config, DoesNotFit) or config.measured:
             return config
         if self.num_stages is not None:
             return replace(config, num_stages=self.num_stages)

@@ -75,21 +75,25 @@ class SelectTiles(Pass):
     tables: Mapping[str, Table] = field(default_factory=committed)  # measured configs, by device class
 
     def run(self, module: Module) -> Module:
-        if any(kernel.takes_heads and _is_uneven(kernel) for kernel in module.kernels):
+        if any(kernel.traits.takes_heads and _is_uneven(kernel) for kernel in module.kernels):
             module = replace(module, hosts=tuple(host.rewrite(_with_one_head_per_program) for host in module.hosts))
         module = module.map_kernels(
-            lambda kernel: _accumulation_order(module, kernel) if kernel.adds_in_order else _longest_first(kernel)
+            lambda kernel: (
+                _accumulation_order(module, kernel) if kernel.traits.adds_in_order else _longest_first(kernel)
+            )
         )
-        schedules = tuple((k.name, () if k.adds_in_order else tuple(self._configs(module, k))) for k in module.kernels)
+        schedules = tuple(
+            (k.name, () if k.traits.adds_in_order else tuple(self._configs(module, k))) for k in module.kernels
+        )
         return replace(module, schedules=schedules)
 
     def _configs(self, module: Module, kernel: Kernel) -> Iterator[Config | DoesNotFit]:
         reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module, kernel)}
         for device, elem in product(CLASSES, elem_sizes(module, kernel)):
-            if kernel.prepares:
+            if kernel.traits.prepares:
                 yield from [_pairwise_config(device, elem)] if _is_pairwise(kernel) else _scan_configs(device, elem)
                 continue
-            if kernel.combines_splits:
+            if kernel.traits.combines_splits:
                 yield from _combine_configs(module, device, elem)
                 continue
             try:
@@ -108,7 +112,7 @@ class SelectTiles(Pass):
 
         Raise FitError if the device cannot multiply such elements.
         """
-        if kernel.dots and (how := mode(module, elem)) not in CLASSES[device].flops_per_cycle:
+        if kernel.traits.dots and (how := mode(module, elem)) not in CLASSES[device].flops_per_cycle:
             raise FitError(
                 ("dtype",), f"on {device} the kernel @{kernel.name} has no {how} products; expected another dtype"
             )
@@ -179,11 +183,11 @@ class SelectTiles(Pass):
             lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2, UNIT // 4)
             fit = (kv for kv in lengths if any(cycles(c) < float("inf") for c in candidates(blocks_q, (kv,), warps)))
             blocks_kv = (next(fit, UNIT),)
-        if kernel.tile_page:
-            blocks_kv = tuple(kv for kv in blocks_kv if kernel.tile_page % kv == 0)
+        if kernel.traits.tile_page:
+            blocks_kv = tuple(kv for kv in blocks_kv if kernel.traits.tile_page % kv == 0)
         if not tile_loops(kernel):
             return self._config_without_scores(module, kernel, device, elem, limit)
-        if kernel.counts_pairs:
+        if kernel.traits.counts_pairs:
             return Config(device, elem, limit, largest, STRIP, 8, 1, backend=module.backend)
         configs = list(candidates(blocks_q, blocks_kv, warps))
         best = min(configs, key=cycles)
@@ -287,7 +291,7 @@ def _accumulation_order(module: Module, kernel: Kernel) -> Kernel:
     """
     # A streamed row has q and dO in 16 bits, and dQ in fp32.
     row_bytes = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk
-    several_wide_heads = kernel.takes_heads and module.head_dim_qk > MULTI_HEAD_DIM
+    several_wide_heads = kernel.traits.takes_heads and module.head_dim_qk > MULTI_HEAD_DIM
     most_heads = MULTI_HEAD_SWIZZLE if several_wide_heads else 1  # 1: no limit
     order_if_reversed = first_first_order(module, kernel)
     group_bytes = SWIZZLE_GROUP_BYTES_LISTED if module.blocks else SWIZZLE_GROUP_BYTES
@@ -348,10 +352,10 @@ def _longest_first(kernel: Kernel) -> Kernel:
     documents: a call has few query tiles, which may be of one long document. Then the last query tile comes first: it
     is the last one of a document.
     """
-    if kernel.visits_all_tiles or not tile_loops(kernel):
+    if kernel.traits.visits_all_tiles or not tile_loops(kernel):
         return kernel
     first, last = (_visited(kernel, x) for x in (0, MANY_ROWS - 64))
-    of_chunks = kernel.places and last == first
+    of_chunks = kernel.traits.places and last == first
     from_last = last > first or (of_chunks and kernel.program_axis == "q")
     swizzle = SWIZZLE if last != first or of_chunks else 1
     return replace(kernel, grid=(replace(kernel.grid[0], reversed=from_last, swizzle=swizzle), *kernel.grid[1:]))

@@ -71,18 +71,18 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     """
     if not tile_loops(kernel):
         return "none"
-    if kernel.visits_all_tiles:
+    if kernel.traits.visits_all_tiles:
         return "rewritten"
     listed = module.blocks is not None
     features = {
         "blocks": listed,
         "pages": any(op.pages and not op.via for op in only(kernel.ops(), tile.Load)),
         "rows": any(_reads_row(kernel, op) for op in kernel.ops()),
-        "pairs": kernel.reads_pairs and not kernel.looks_up,
-        "lookups": kernel.looks_up,
+        "pairs": kernel.traits.reads_pairs and not kernel.traits.looks_up,
+        "lookups": kernel.traits.looks_up,
         "score": module.score != "none",
-        "dropout": kernel.has_dropout,
-        "quantised": kernel.reads_quantised,
+        "dropout": kernel.traits.has_dropout,
+        "quantised": kernel.traits.reads_quantised,
     }
     shape = "listed" if module.blocks is not None and module.blocks.data else _shape(kernel, rows)
     return "+".join([shape, *(name for name, has in features.items() if has)])

@@ -77,10 +77,10 @@ def constants(kernel: Kernel, config: Config) -> dict[str, int]:
         "BLOCK_Q": config.block_q,
         "BLOCK_KV": config.block_kv,
         "TMA": config.tma,
-        **({SPLIT_DIM[axis.var]: config.columns} if (axis := kernel.split_d_axis) else {}),
-        **({"BLOCK_KV_splits": config.block_kv} if kernel.combines_splits else {}),
-        **({"CONVERTS": device.converts} if kernel.reads_quantised else {}),
-        **({"OVERLAPS": device.overlaps} if kernel.overlaps else {}),
+        **({SPLIT_DIM[axis.var]: config.columns} if (axis := kernel.traits.split_d_axis) else {}),
+        **({"BLOCK_KV_splits": config.block_kv} if kernel.traits.combines_splits else {}),
+        **({"CONVERTS": device.converts} if kernel.traits.reads_quantised else {}),
+        **({"OVERLAPS": device.overlaps} if kernel.traits.overlaps else {}),
     }
 
 
@@ -101,7 +101,7 @@ def launch_options(kernel: Kernel, config: Config) -> dict[str, int]:
         limit = {"maxnreg": launch_registers(kernel, config)}
     elif kernel.kv_split and not kernel.backend and device.backend == "cuda":
         limit = {"maxnreg": split_kv_registers(kernel, config)}
-    early = {"launch_pdl": True} if kernel.waits and device.overlaps else {}
+    early = {"launch_pdl": True} if kernel.traits.waits and device.overlaps else {}
     passed = not {arg.name for arg in kernel.args}.isdisjoint((*ROW_STATS, "ROW_MAX"))
     rounded = {"enable_fp_fusion": False} if passed and config.elem_bytes == 4 else {}
     return {"num_warps": config.num_warps, **limit, **early, **rounded}

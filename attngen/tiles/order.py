@@ -63,12 +63,12 @@ def position_of(name: str, axis: str, number: Expr) -> tuple[Expr, tile.ListPosi
 def order_ops(kernel: Kernel, add: tile.OrderedAdd) -> tuple[Op, ...]:
     """Return the ops of the loop's body on which the order of an accumulation there depends."""
     home = kernel.graph.nodes[add.name]["block"]
-    found, left = set[str](), kernel.scalars_of(add)
+    found, left = set[str](), kernel.traits.scalars_of(add)
     while left:
         name = left.pop()
         if kernel.graph.nodes[name]["block"] == home and name not in found:
             found.add(name)
-            left |= {*kernel.op(name).operands(), *kernel.scalars_of(kernel.op(name))}
+            left |= {*kernel.op(name).operands(), *kernel.traits.scalars_of(kernel.op(name))}
     return tuple(op for op in kernel.block(home).ops if op.name in found)
 
 
@@ -99,10 +99,10 @@ def last_first_order(module: Module, kernel: Kernel) -> Order | None:
     if len(known) < len(bounds) or ended is None or (ended and module.blocks):
         return None
     tiles = sympy.Min(own.whole, *(tiles for bound in known for tiles in bound))
-    order = order_of(kernel.program_axis, tiles, module.blocks, own.counts, kernel.places)
+    order = order_of(kernel.program_axis, tiles, module.blocks, own.counts, kernel.traits.places)
     following = 1 + floordiv(own.start, own.rows)
     spans = [(sympy.Min(until, tiles), sympy.Max(since, following)) for since, until in ended]
-    if kernel.places:  # ranks end with the sequence
+    if kernel.traits.places:  # ranks end with the sequence
         spans = [(until, sympy.Min(since, own.whole)) for until, since in spans]
         of_ends = [
             [position_of(f"{kernel.program_axis}_{word}_{at}", kernel.program_axis, e) for word, e in zip(_ENDS, span)]
@@ -133,9 +133,9 @@ def first_first_order(module: Module, kernel: Kernel) -> Order | None:
         return None
     axis, before = kernel.program_axis, sympy.Max(*known)
     ops: list[Op] = []
-    if kernel.places:
+    if kernel.traits.places:
         before, *ops = position_of(f"{axis}_gone", axis, before)
-    number = floordiv(symbol(first_row(axis, kernel.places)), own.rows)
+    number = floordiv(symbol(first_row(axis, kernel.traits.places)), own.rows)
     return Order(number - before, tuple(ops))
 
 

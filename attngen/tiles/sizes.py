@@ -21,7 +21,7 @@ STAGES = symbol("stages")
 
 def elem_sizes(module: Module, kernel: Kernel | None = None) -> tuple[int, ...]:
     """Return the bytes per element of the module's dtypes, smallest first; of an i32 for a kernel that prepares."""
-    if kernel is not None and kernel.prepares:
+    if kernel is not None and kernel.traits.prepares:
         return (DTYPE_BYTES["i32"],)
     return tuple(sorted({ELEMENTS[d].bytes for d in module.dtypes}))
 
@@ -65,7 +65,7 @@ def share_of(op: tile.Load) -> Expr:
 def block_d_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
     """Return the possible widths of a program's slice of head_dim with split-D: all, a half, a quarter and so on; (0,)
     without."""
-    if (axis := kernel.split_d_axis) is None:
+    if (axis := kernel.traits.split_d_axis) is None:
         return (0,)
     whole = tile_width(module.widths[WHOLE[SPLIT_DIM[axis.var]]])
     return tuple(whole >> halved for halved in range(whole.bit_length()) if whole >> halved >= LEAST_SHARED)

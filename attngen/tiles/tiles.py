@@ -75,13 +75,13 @@ def runs(kernel: Kernel, block: str) -> Expr:
 def heads(kernel: Kernel) -> Expr:
     """Return the number of heads with separate tiles, over all sequences: query heads, or key heads with pack-GQA; the
     number of sequences for a kernel that prepares."""
-    found = symbol("B") * (1 if kernel.prepares else symbol("Hq"))
+    found = symbol("B") * (1 if kernel.traits.prepares else symbol("Hq"))
     return found / symbol("group") if kernel.pack_gqa else found
 
 
 def repeats(kernel: Kernel) -> Expr:
     """Return the number of programs that visit the same tiles, each for its slice of head_dim (split-D)."""
-    return kernel.split_d_axis.extent if kernel.split_d_axis else sympy.Integer(1)
+    return kernel.traits.split_d_axis.extent if kernel.traits.split_d_axis else sympy.Integer(1)
 
 
 def extent(kernel: Kernel, axis: str) -> Expr:

@@ -32,7 +32,7 @@ def _place(kernel: Kernel) -> Kernel:
         space = "reg"
         if isinstance(op, tile.Arg) and op.role in TENSORS:
             space = "hbm"
-        elif isinstance(op, tile.Load) and any(kernel.multiplies(dot, op) for dot in kernel.dots):
+        elif isinstance(op, tile.Load) and any(kernel.traits.multiplies(dot, op) for dot in kernel.traits.dots):
             space = "sram"
         placed: Any = op
         return [replace(placed, type=replace(placed.type, space=space))]

@@ -33,7 +33,7 @@ def prune(kernel: Kernel) -> Kernel:
     def change(block: str, op: Op) -> list[Op]:
         if isinstance(op, tile.Yield):
             return [replace(op, values=tuple(pair for pair in op.values if pair[0] in fields[block]))]
-        if isinstance(op, tile.Loop) and (op.name in names or op.body in kernel.storing):
+        if isinstance(op, tile.Loop) and (op.name in names or op.body in kernel.traits.storing):
             return [replace(op, carry=tuple(pair for pair in op.carry if pair[0] in fields[op.body]))]
         kept = (
             isinstance(op, (tile.Barrier, tile.Scatter, tile.Store, tile.GridDependencyWait))
@@ -49,9 +49,9 @@ def _live(kernel: Kernel) -> set[str]:
     """Return the references that the stores depend on; for a loop these are its fields."""
     found: set[str] = set()
     stores = list(only(kernel.ops(), tile.Scatter, tile.Store))
-    todo = [ref for op in stores for ref in (*op.operands(), *kernel.scalars_of(op))]
-    for loop in (loop for loop in kernel.loops if loop.body in kernel.storing):
-        todo += kernel.scalars_of(loop)
+    todo = [ref for op in stores for ref in (*op.operands(), *kernel.traits.scalars_of(op))]
+    for loop in (loop for loop in kernel.loops if loop.body in kernel.traits.storing):
+        todo += kernel.traits.scalars_of(loop)
         todo += [loop.listed] if loop.listed else []
     while todo:
         ref = todo.pop()
@@ -70,5 +70,5 @@ def _live(kernel: Kernel) -> set[str]:
             todo += [f"{loop.name}.{op.name}" for loop in kernel.loops if loop.body == body]
         else:
             todo += op.operands()
-        todo += kernel.scalars_of(op) if not isinstance(op, tile.Map) else []  # a map reads only operands
+        todo += kernel.traits.scalars_of(op) if not isinstance(op, tile.Map) else []  # a map reads only operands
     return found

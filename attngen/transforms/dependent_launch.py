@@ -32,7 +32,11 @@ class DependentLaunch(Pass):
             return module
         return module.map_kernels(
             lambda k: (
-                replace(k, launches_dependents=True) if k is splitting else _waiting(k) if k.combines_splits else k
+                replace(k, launches_dependents=True)
+                if k is splitting
+                else _waiting(k)
+                if k.traits.combines_splits
+                else k
             )
         )
 

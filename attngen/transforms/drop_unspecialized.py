@@ -37,7 +37,11 @@ class DropUnspecialized(Pass):
     def run(self, module: Module) -> Module:
         return without(
             module,
-            {kernel.name for kernel in module.kernels if kernel.adds_in_order and not module.stand_ins(kernel.name)},
+            {
+                kernel.name
+                for kernel in module.kernels
+                if kernel.traits.adds_in_order and not module.stand_ins(kernel.name)
+            },
         )
 
 

@@ -28,7 +28,7 @@ class InsertCtaBarriers(Pass):
 
 
 def _place(kernel: Kernel) -> Kernel:
-    rewriting = kernel.rewriting
+    rewriting = kernel.traits.rewriting
 
     def change(_: str, op: Op) -> list[Op]:
         return [tile.Barrier(f"_barrier_{op.name}"), op] if isinstance(op, tile.Loop) and op.body in rewriting else [op]

@@ -83,5 +83,5 @@ def limitable(kernel: Kernel, op: Op) -> bool:
         isinstance(op, tile.Load)
         and kernel.loop_axis in dict(op.check)
         and op.type.dtype not in ("b1", "i32")
-        and kernel.accessed(op)[0].name not in kernel.stored
+        and kernel.accessed(op)[0].name not in kernel.traits.stored
     )

@@ -58,10 +58,10 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
     if (
         len(sums) != 1
         or not wide
-        or not kernel.dots
-        or kernel.reads_cache
-        or kernel.visits_all_tiles
-        or kernel.adds_in_order
+        or not kernel.traits.dots
+        or kernel.traits.reads_cache
+        or kernel.traits.visits_all_tiles
+        or kernel.traits.adds_in_order
     ):
         return kernel
     (own,) = wide
@@ -77,7 +77,7 @@ class _HeadDimSplit:
         self.whole = WHOLE[self.own]
         self.letter = next(letter for letter, dim in COLUMN_DIM.items() if dim == self.whole)
         self.uneven = width != tile_width(width)  # then the last program's slice may be narrower
-        summed = [op for op in kernel.dots if self.whole in op.type.dims]
+        summed = [op for op in kernel.traits.dots if self.whole in op.type.dims]
         operands = {op.b for op in summed}
         self.both = operands & {
             ref for op in kernel.ops() if op not in summed for ref in op.operands()

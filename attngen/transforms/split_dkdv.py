@@ -47,9 +47,9 @@ class SplitDkdv(Pass):
 def _has_both(kernel: Kernel) -> bool:
     """True if each program has a tile of keys and accumulates dK and dV, and no dQ."""
     return (
-        kernel.writes.issuperset(GRADIENTS)
-        and bool(kernel.dots)
-        and not (kernel.visits_all_tiles or kernel.adds_in_order)
+        kernel.traits.writes.issuperset(GRADIENTS)
+        and bool(kernel.traits.dots)
+        and not (kernel.traits.visits_all_tiles or kernel.traits.adds_in_order)
     )
 
 

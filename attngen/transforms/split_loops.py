@@ -85,7 +85,7 @@ def _split(kernel: Kernel) -> Kernel:
             return [op]
         bounds, ends = _name_bounds(kernel, op)
         loops: list[Op] = [*bounds]
-        if kernel.places:
+        if kernel.traits.places:
             of_call = {e: position_of(f"{op.var}_{e}_at" if e.is_Integer else f"{e}_at", op.var, e) for e in ends}
             loops += (made for _, *ops in of_call.values() for made in ops)
             ends = [of_call[e][0] for e in ends]

@@ -46,7 +46,7 @@ class UseBlockLists(Pass):
         blocks = module.blocks
         if blocks is None:
             return module
-        return module.map_kernels(lambda kernel: _listed(kernel, blocks) if kernel.dots else kernel)
+        return module.map_kernels(lambda kernel: _listed(kernel, blocks) if kernel.traits.dots else kernel)
 
 
 def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
@@ -60,7 +60,7 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
             return [op.with_operands(renamed)]
         new: list[Op] = []
         if not made:
-            row = symbol(first_row(own, kernel.places))
+            row = symbol(first_row(own, kernel.traits.places))
             index = (symbol("b"), _head(kernel), floordiv(row, sympy.Integer(blocks.size)))
             new += [tile.Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (*ranks, listed)]
             made.add(f"{listed}_row")

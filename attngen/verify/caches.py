@@ -37,18 +37,18 @@ def page_of(kernel: Kernel, op: pipe.ProducerLoad | tile.Load) -> Any:
 def zero_out_of_bounds(module: Module, kernel: Kernel) -> Iterator[str]:
     """The rows of a cached tile past the end of the sequence are zeroed before weights are multiplied by them, since
     they may hold NaN. The warp group that zeroes rows of a pipeline's tiles does so for all tiles that it reads."""
-    if not kernel.reads_cache:
+    if not kernel.traits.reads_cache:
         return
     zeroing = list(only(kernel.ops(), pipe.ZeroOutOfBounds))
-    zeroed = {wait.pipeline: op for op in zeroing if (wait := kernel.wait_of(op.value))}
+    zeroed = {wait.pipeline: op for op in zeroing if (wait := kernel.traits.wait_of(op.value))}
     for warp_group in kernel.warp_groups:
         ops = list(kernel.within(warp_group.name))
-        mine = {wait.pipeline for op in zeroing if op in ops and (wait := kernel.wait_of(op.value))}
+        mine = {wait.pipeline for op in zeroing if op in ops and (wait := kernel.traits.wait_of(op.value))}
         for wait in (op for op in only(ops, pipe.ConsumerWait) if op.pipeline in mine):
             if wait.name not in {op.value for op in zeroing}:
                 yield f"@{warp_group.name} zeroes rows of tiles of %{wait.pipeline}, and not those of %{wait.name}"
     for op in kernel.ops():
-        wait = kernel.wait_of(op.b) if isinstance(op, pipe.Wgmma) else None
+        wait = kernel.traits.wait_of(op.b) if isinstance(op, pipe.Wgmma) else None
         if not isinstance(op, pipe.Wgmma) or wait is None or op.over != AXIS_DIM[kernel.loop_axis]:
             continue
         zero = zeroed.get(wait.pipeline)

@@ -17,7 +17,7 @@ def dependent_launch(module: Module, kernel: Kernel) -> Iterator[str]:
     A kernel launches dependents early only if some kernel waits.
     """
     found = list(only(kernel.ops(), tile.GridDependencyWait))
-    if kernel.launches_dependents and not any(k.waits for k in module.kernels):
+    if kernel.launches_dependents and not any(k.traits.waits for k in module.kernels):
         yield "it launches dependents, and no kernel waits for that; expected `grid_dependency_wait` in one"
     if not found:
         return
@@ -40,7 +40,7 @@ def host_dependent_launch(module: Module, host: Host) -> Iterator[str]:
     for block in host.blocks:
         before: Launch | None = None
         for op in block.ops:
-            if isinstance(op, Launch) and op.kernel in kernels and (kernel := kernels[op.kernel]).waits:
+            if isinstance(op, Launch) and op.kernel in kernels and (kernel := kernels[op.kernel]).traits.waits:
                 if before is None or not kernels[before.kernel].launches_dependents:
                     what = f"it follows @{before.kernel}" if before else "no launch is right before it"
                     expected = "a kernel that launches dependents"

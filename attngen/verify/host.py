@@ -195,7 +195,7 @@ def launches(module: Module, host: Host) -> Iterator[str]:
     A fused backward that reads a number per score is launched only where TMA can read and write these numbers.
     """
     kernels = {kernel.name: kernel for kernel in module.kernels}
-    by_tma = {name for name, kernel in kernels.items() if kernel.adds_in_order and kernel.reads_pairs}
+    by_tma = {name for name, kernel in kernels.items() if kernel.traits.adds_in_order and kernel.traits.reads_pairs}
     aligned = [op.then for op in host.ops() if isinstance(op, If) and rows_are_aligned() in _implied(host, op.where)]
     for op in host.ops():
         if not isinstance(op, Launch):
@@ -301,15 +301,17 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     For keys in a cache, there is one for each tile of a sequence's capacity: no grid depends on lengths.
     """
     own = kernel.program_axis
-    tiles = cdiv(symbol(kernel.extent(own)), symbol(AXIS_DIM[own]))
+    tiles = cdiv(symbol(kernel.traits.extent(own)), symbol(AXIS_DIM[own]))
     expected = {own: tiles} | {
         axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")
     }
     expected |= {axis: cdiv(symbol(WHOLE[dim]), symbol(dim)) for axis, dim in SPLIT_DIM.items()}
     expected |= {"KV_split": symbol("num_KV_splits")} if kernel.kv_split else {}
-    expected |= {"kv": cdiv(symbol("Nc"), symbol("BLOCK_KV"))} if own == "kv" and kernel.reads_cache else {}
+    expected |= {"kv": cdiv(symbol("Nc"), symbol("BLOCK_KV"))} if own == "kv" and kernel.traits.reads_cache else {}
     for at, axis in enumerate(kernel.grid):
-        if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.visits_all_tiles):
+        if axis.extent != expected.get(axis.var) or (axis.var == own) != (
+            at == 0 and not kernel.traits.visits_all_tiles
+        ):
             known = ", ".join(f"{var} in {to_text(e)}" for var, e in expected.items())
             found = f"{axis.var} in {to_text(axis.extent)}"
             yield f"launch @{op.kernel}: its grid has {found}; expected some of {known}, tiles first"

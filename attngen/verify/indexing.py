@@ -55,13 +55,13 @@ def _letters(module: Module, kernel: Kernel) -> dict[str, Any]:
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in ("Hq", "Hkv")}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items() if axis not in SPLIT_DIM}
     letters |= {CALL_ROWS[extent]: symbol(axis) for axis, extent in AXIS_EXTENT.items() if extent in CALL_ROWS}
-    letters |= {"items": combined_work_items() if kernel.combines_splits else work_item(), "Nc": symbol("kv")}
+    letters |= {"items": combined_work_items() if kernel.traits.combines_splits else work_item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     if sharing_axes(kernel.grid):
         letters[PAIRS] = floordiv(symbol(sharing_axes(kernel.grid)[-1].var), sympy.Integer(2))
     if module.blocks:
         size = sympy.Integer(module.blocks.size)
-        q, kv = (symbol(first_row(axis, kernel.places)) for axis in ("q", "kv"))
+        q, kv = (symbol(first_row(axis, kernel.traits.places)) for axis in ("q", "kv"))
         letters |= {"Tq": floordiv(q, size), "Tk": floordiv(kv, size)}
         letters["Ts"] = floordiv(kv, sympy.Integer(STRIP))
     return letters
@@ -178,15 +178,15 @@ def _out_of_bounds(
     does, access = ("write", op.dst) if isinstance(op, tile.Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
         # A sequence has no more keys (Nk) than its capacity (Nc).
-        extent = symbol("Nk") if dim == "Nc" and kernel.reads_cache else dimension(dim)
+        extent = symbol("Nk") if dim == "Nc" and kernel.traits.reads_cache else dimension(dim)
         low, high = span(index)
-        if kernel.places and index in (
+        if kernel.traits.places and index in (
             symbol(f"{a}_idx") - symbol(f"{a}_start") + symbol(f"_{a}_row") for a in ("q", "kv")
         ):
             low = sympy.Integer(0)  # the row of an element of the tile, in the tensors of the call
         if dim == "max_pages" and is_page_of(module, index):
             row = index.args[0]
-            end = symbol("Nk" if kernel.reads_cache else "Nc")  # no entry of the table past the sequence is read
+            end = symbol("Nk" if kernel.traits.reads_cache else "Nc")  # no entry of the table past the sequence is read
             if (row < end) in conditions and (row.is_nonnegative or (row >= 0) in conditions):
                 continue  # the table of a sequence has entries for Nc keys, and the sequence has no more keys
         if dim == "pages" and _is_page(kernel, op, index):

@@ -57,8 +57,8 @@ def semaphore_order(module: Module, kernel: Kernel) -> Iterator[str]:
             found, order = to_text(op.order), to_text(expected)
             yield f"%{op.name} has the order `{found}`; expected `{order}`, the number of programs that come before"
         at = op.semaphore.index[-1] if op.semaphore else None
-        if at is not None and at != symbol(first_row(kernel.loop_axis, kernel.places)):
-            row = first_row(kernel.loop_axis, kernel.places)
+        if at is not None and at != symbol(first_row(kernel.loop_axis, kernel.traits.places)):
+            row = first_row(kernel.loop_axis, kernel.traits.places)
             yield f"%{op.name} has its semaphore at `{to_text(at)}`; expected `{row}`, the first row of the loop's tile"
     makers = (*last_first.ops, *(first_first.ops if first_first else ()))
     found_ops = (*counts, *(m for op in adds for m in order_ops(kernel, op)))
@@ -80,7 +80,7 @@ def ordered_accumulate(module: Module, kernel: Kernel) -> Iterator[str]:
     if not found:
         return
     axes = sharing(kernel.grid)
-    if len(axes) != 1 or not kernel.adds_in_order or any(op not in kernel.block("entry").ops for op in found):
+    if len(axes) != 1 or not kernel.traits.adds_in_order or any(op not in kernel.block("entry").ops for op in found):
         yield (
             "its programs accumulate tiles; expected an axis along which they split heads, all ordered_accumulates in "
             "@entry, and an ordered_add"
@@ -93,7 +93,7 @@ def ordered_accumulate(module: Module, kernel: Kernel) -> Iterator[str]:
             order, expected = to_text(op.order), to_text(mod(number, two))
             yield f"%{op.name} has the order `{order}`; expected `{expected}`, the program's number in its pair"
         _, index = kernel.accessed(op)
-        of_pair = (*index[:-2], symbol(first_row(kernel.program_axis, kernel.places)))
+        of_pair = (*index[:-2], symbol(first_row(kernel.program_axis, kernel.traits.places)))
         if op.semaphore != Access(tensor, of_pair) or floordiv(number, two) not in index:
             at = ", ".join(map(to_text, of_pair))
             yield f"%{op.name} has another semaphore than that of its pair, at [{at}] in one tensor of semaphores"

@@ -61,7 +61,7 @@ def _pieces_errors(kernel: Kernel, op: pipe.Wgmma) -> Iterator[str]:
 
 def _piece_width(kernel: Kernel, ref: str) -> int:
     """The number of columns of the pieces in which a tile lies; 0 for a tile in one piece, or a value in registers."""
-    wait = kernel.wait_of(ref)
+    wait = kernel.traits.wait_of(ref)
     pipeline = kernel.op(wait.pipeline) if wait else None
     return pipeline.columns if isinstance(pipeline, pipe.Pipeline) else 0
 

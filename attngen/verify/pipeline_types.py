@@ -90,7 +90,7 @@ def _prefetch_tile_errors(kernel: Kernel, op: pipe.PrefetchTile) -> Iterator[str
         yield f"fetches a work tile for %{op.pipeline}; expected this in the body of the work_loop that fetches"
     if sum(isinstance(other, pipe.PrefetchTile) for other in kernel.ops()) > 1:
         yield "is one of several that fetch the next work tile; expected one"
-    if kernel.adds_in_order or kernel.kv_split:
+    if kernel.traits.adds_in_order or kernel.kv_split:
         yield "fetches the next work tile before this one ends; programs of this kernel fetch a tile when they start it"
 
 
@@ -112,12 +112,12 @@ def _producer_load_errors(kernel: Kernel, op: pipe.ProducerLoad) -> Iterator[str
 def _early_errors(kernel: Kernel, op: pipe.ProducerLoad) -> Iterator[str]:
     block, pipeline = kernel.block_of(op), kernel.op(op.pipeline)
     before = block.ops[: list(block.ops).index(op)]
-    if kernel.is_persistent or (isinstance(pipeline, pipe.Pipeline) and pipeline.metadata_of):
+    if kernel.traits.is_persistent or (isinstance(pipeline, pipe.Pipeline) and pipeline.metadata_of):
         yield "is issued early; expected a tile, and a program of one tile"
     if block.warp_group is None or any(not (isinstance(o, pipe.ProducerLoad) and o.early) for o in before):
         yield "is issued early; expected one of the first ops of a warp group"
     if known := sorted(
-        kernel.scalars_of(op) & {o.name for o in kernel.block("entry").ops if not isinstance(o, tile.Arg)}
+        kernel.traits.scalars_of(op) & {o.name for o in kernel.block("entry").ops if not isinstance(o, tile.Arg)}
     ):
         yield f"is issued before %{known[0]} is computed, which it needs"
     tiles = {o.name for o in only(kernel.ops(), pipe.ConsumerWait) if o.pipeline == op.pipeline}
@@ -157,7 +157,7 @@ def _write_tile_index_errors(kernel: Kernel, op: pipe.WriteTileIndex) -> Iterato
 
 
 def _load_tile_start_errors(kernel: Kernel, op: pipe.LoadTileStart) -> Iterator[str]:
-    if not kernel.places:
+    if not kernel.traits.places:
         yield "loads where a tile lies in the whole sequence, of which a call has all rows"
     if op.type != Type("i32", (), "reg"):
         yield "has another type than one integer"
@@ -260,7 +260,7 @@ def _local_load_errors(kernel: Kernel, op: pipe.LocalLoad) -> Iterator[str]:
 def _zero_out_of_bounds_errors(kernel: Kernel, op: pipe.ZeroOutOfBounds) -> Iterator[str]:
     tile, rows = kernel.op(op.value), AXIS_DIM[kernel.loop_axis]
     of_rows = isinstance(tile, pipe.ConsumerWait) and tile.type.dims[:1] == (rows,)
-    if not of_rows or tile not in kernel.block_of(op).ops or not kernel.reads_cache:
+    if not of_rows or tile not in kernel.block_of(op).ops or not kernel.traits.reads_cache:
         yield f"zeroes rows of %{op.value}; expected a tile of rows of a cache for which this block has waited"
 
 

@@ -31,8 +31,8 @@ def same_tiles(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"its programs add in another order than those of the portable @{portable.name}"
     yield from _same_accumulations(kernel, portable)
     yield from _same_places(kernel, portable)
-    scalars = dict(portable.named)
-    for name, expr in kernel.named:
+    scalars = dict(portable.traits.named)
+    for name, expr in kernel.traits.named:
         if scalars.get(name) != expr:
             there = to_text(scalars.get(name, expr))
             yield f"%{name} is `{to_text(expr)}`; in the portable @{portable.name} it is `{there}`"
@@ -42,7 +42,7 @@ def same_tiles(module: Module, kernel: Kernel) -> Iterator[str]:
 def _same_loops(kernel: Kernel, portable: Kernel) -> Iterator[str]:
     """Each warp group that has a loop over tiles runs over all tiles of the portable kernel's loops, and all of them
     in one order."""
-    around = portable.of_heads  # a warp-specialized kernel has this loop over heads inside its loops over tiles
+    around = portable.traits.of_heads  # a warp-specialized kernel has this loop over heads inside its loops over tiles
     expected: dict[str, Any] = {
         loop.cls: (loop.ranges, loop.listed, (around.ranges if around else loop.heads, loop.by_tile))
         for loop in portable.loops
@@ -101,7 +101,7 @@ def _same_accumulations(kernel: Kernel, portable: Kernel) -> Iterator[str]:
         ]:
             yield f"it accumulates other tiles than the portable @{portable.name}"
         return
-    semaphores = {portable.through(op.semaphore) for op in merges if op.semaphore}
+    semaphores = {portable.accessed(op.semaphore) for op in merges if op.semaphore}
     steps = [op for op in kernel.ops() if _accumulates(kernel, op, semaphores)]
     if [(*_target(kernel, op), op.order) for op in only(steps, pipe.TmaStore)] != expected:
         yield f"it stores other tiles in order than those that the portable @{portable.name} accumulates"
@@ -118,7 +118,7 @@ def _same_accumulations(kernel: Kernel, portable: Kernel) -> Iterator[str]:
         pipe.SemaphoreRelease,
     ]
     one_block = len({kernel.graph.nodes[op.name]["block"] for op in steps}) == 1
-    orders = [(kernel.through(op.semaphore), op.order) for op in acquires]
+    orders = [(kernel.accessed(op.semaphore), op.order) for op in acquires]
     if kinds != in_order or not waits or not one_block or orders != [(*semaphores, merges[0].order)]:
         yield (
             "its instances accumulate tiles; expected one semaphore_acquire, all tma_stores, their tma_store_waits and "
@@ -133,7 +133,7 @@ def _accumulates(kernel: Kernel, op: Op, semaphores: set[Any]) -> bool:
             adds = {o.semaphore.tensor for o in only(kernel.ops(), tile.OrderedAdd) if o.semaphore}
             return op.semaphore.tensor not in adds
         case pipe.SemaphoreRelease():
-            return kernel.through(op.semaphore) in semaphores
+            return kernel.accessed(op.semaphore) in semaphores
         case pipe.TmaStore():
             return op.order is not None
         case pipe.TmaStoreWait():

@@ -22,12 +22,12 @@ def positions(module: Module, kernel: Kernel) -> Iterator[str]:
     the whole sequence. Loops over classified tiles run between positions among the tiles of the call. Tiles divide
     chunks, so that all rows of a tile lie side by side in the whole sequence.
     """
-    evaluates = bool(kernel.dots) or kernel.counts_pairs
-    if kernel.places != (bool(module.chunk) and evaluates):
-        found = "the starts of chunks" if kernel.places else "no starts of chunks"
+    evaluates = bool(kernel.traits.dots) or kernel.traits.counts_pairs
+    if kernel.traits.places != (bool(module.chunk) and evaluates):
+        found = "the starts of chunks" if kernel.traits.places else "no starts of chunks"
         yield f"it has {found}; expected them in kernels that evaluate the mask, in modules with `chunk`"
         return
-    if not kernel.places:
+    if not kernel.traits.places:
         return
     for arg in (arg for arg in kernel.args if arg.role in TENSORS):
         if (expected := _ARGUMENTS.get(arg.name)) and (arg.type.dtype, arg.type.dims) != ("i32", expected):
@@ -63,7 +63,7 @@ def lengths(op: Launch, kernel: Kernel) -> Iterator[str]:
     expected = {size: symbol(name) for size, name in WHOLE_LENGTHS.items()}
     expected |= {rows: symbol(size) for size, rows in CALL_ROWS.items()}
     given = {name: symbol(name) for name in expected} | dict(op.sizes)
-    for name, e in expected.items() if kernel.places else ():
+    for name, e in expected.items() if kernel.traits.places else ():
         if given[name] != e:
             yield f"{name} is `{to_text(given[name])}`; expected `{to_text(e)}`, as calls have chunks of a sequence"
 
@@ -71,7 +71,7 @@ def lengths(op: Launch, kernel: Kernel) -> Iterator[str]:
 def sums_of_part(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     """A fused backward that writes dQ first and adds to it later gets dQ filled with 0 where the call has a part of the
     keys: no program writes rows that see none of them, whose LSE may be finite."""
-    if not (kernel.places and kernel.adds_in_order):
+    if not (kernel.traits.places and kernel.traits.adds_in_order):
         return
     is_part = sympy.Lt(symbol("Nk"), symbol(WHOLE_LENGTHS["Nk"]))
     for name in (arg.name for arg in kernel.args if arg.name == "DQ_ACC" and arg.role == "out"):

@@ -103,7 +103,7 @@ def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     warp_groups = tuple(_steps_of_warp_group(kernel, warp_group) for warp_group in kernel.warp_groups)
     per_instance = tuple((pipeline.name, pipeline.per_instance) for pipeline in pipelines)
     exchanges = frozenset(pipeline.name for pipeline in pipelines if pipeline.exchange)
-    return Protocol(warp_groups, stages, per_instance, kernel.round_robin, exchanges)
+    return Protocol(warp_groups, stages, per_instance, kernel.traits.round_robin, exchanges)
 
 
 def _steps_of_warp_group(kernel: Kernel, warp_group: Block) -> WarpGroupSteps:
@@ -182,5 +182,5 @@ def _is_metadata(kernel: Kernel, name: str) -> bool:
 
 def _pipeline_of(kernel: Kernel, ref: str) -> str:
     """The pipeline that holds a value, if this is a tile; "" for a value in registers."""
-    wait = kernel.wait_of(ref)
+    wait = kernel.traits.wait_of(ref)
     return wait.pipeline if wait else ""

@@ -19,10 +19,10 @@ def quantised(module: Module, kernel: Kernel) -> Iterator[str]:
     if module.cache is None or not module.cache.dtype:
         return
     values = Values(kernel)
-    for config in module.configs(kernel.name) if kernel.tile_page else ():
-        if kernel.tile_page % config.block_kv:
+    for config in module.configs(kernel.name) if kernel.traits.tile_page else ():
+        if kernel.traits.tile_page % config.block_kv:
             tiles = f"tiles of {config.block_kv} keys, which have one scale each"
-            yield f"{config.device}: {tiles}, do not divide pages of {kernel.tile_page}"
+            yield f"{config.device}: {tiles}, do not divide pages of {kernel.traits.tile_page}"
     latent = module.cache.scale == "columns"
     for op in kernel.ops():
         if isinstance(op, tile.Append) and op.dst.tensor in SCALES:
@@ -36,9 +36,9 @@ def quantised(module: Module, kernel: Kernel) -> Iterator[str]:
     if latent:  # the rules `scores` and `latents` check products with latents
         return
     products = [
-        dot for dot in kernel.dots if (load := quantised_load(kernel, dot.b)) and load.src.tensor.startswith("V")
+        dot for dot in kernel.traits.dots if (load := quantised_load(kernel, dot.b)) and load.src.tensor.startswith("V")
     ]
-    if kernel.reads_quantised and len(products) != 2:
+    if kernel.traits.reads_quantised and len(products) != 2:
         yield f"{len(products)} products sum values of %V; expected one of even and one of odd columns"
     for dot in products:
         yield from _summed(kernel, values, dot)

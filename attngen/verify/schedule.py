@@ -19,7 +19,7 @@ def memory_space(module: Module, kernel: Kernel) -> Iterator[str]:
 def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
     """For each device class and element size there are configs, the last one for any number of rows, or one line `none`
     with the reason. At each element size some device class has a config."""
-    if kernel.adds_in_order:
+    if kernel.traits.adds_in_order:
         if not module.stand_ins(kernel.name):
             yield "it has ordered adds, which only warp-specialized kernels run; expected one to stand in for it"
         return
@@ -45,7 +45,7 @@ def dropout(module: Module, kernel: Kernel) -> Iterator[str]:
     once. Other kernels have no dropout."""
     masks = list(only(kernel.ops(), tile.DropoutMask))
     applied = list(only(kernel.ops(), tile.Dropout))
-    multiplied = kernel.dots and not {"V", "dO"}.isdisjoint(arg.name for arg in kernel.args)
+    multiplied = kernel.traits.dots and not {"V", "dO"}.isdisjoint(arg.name for arg in kernel.args)
     expected = 1 if module.dropout and multiplied else 0
     if (len(masks), len(applied)) != (expected, expected):
         says = "yes" if module.dropout else "no"

@@ -38,7 +38,7 @@ def defined_in_scope(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"@{min(per_tile & homes.keys())} is run before each work tile, and is also the body of an op"
         return
     for name, data in kernel.graph.nodes.items():
-        for ref in (*data["op"].operands(), *sorted(kernel.scalars_of(data["op"]))):
+        for ref in (*data["op"].operands(), *sorted(kernel.traits.scalars_of(data["op"]))):
             if not _is_defined(kernel, around, ref, data):
                 yield f"%{name} reads %{ref} where it is not defined"
 
@@ -80,7 +80,7 @@ _EFFECTS = (
 
 def all_used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every value is read, except the results of ops that have an effect."""
-    named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
+    named = {name for op in kernel.ops() for name in kernel.traits.scalars_of(op)}
     for op in kernel.ops():
         acts = isinstance(op, _EFFECTS)
         acts |= isinstance(op, tile.Arg) and op.role != "carry"

@@ -97,7 +97,7 @@ def scores(module: Module, kernel: Kernel) -> Iterator[str]:
     header, values = Header(module, kernel), Values(kernel)
     made_by = list(softmaxes(kernel, values))
     weights = {op.name for op, _, _ in made_by}
-    scored = any(values.of(op.name) == PRODUCT for op in kernel.dots)
+    scored = any(values.of(op.name) == PRODUCT for op in kernel.traits.dots)
     if scored and not weights and any(arg.name in ROW_SUMS for arg in kernel.args):
         yield "computes no weights of its scores; expected a softmax_step, or exp2 of scores less LSE2 or M_ALL"
     for op in kernel.ops():
@@ -178,7 +178,7 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
     """Kernels that store LSE take the maximum of each row's maximum and the header's sink, if it has one."""
     steps = list(only(kernel.ops(), tile.SoftmaxStep))
     names = {arg.name for arg in kernel.args}
-    if not (steps or kernel.combines_splits) or "LSE" not in names:
+    if not (steps or kernel.traits.combines_splits) or "LSE" not in names:
         return
     sink = header.meaning.sink
     scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)

@@ -20,7 +20,7 @@ def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
     over all columns. The part of a loaded tile is loaded from the rows of that tile. Columns that a part may lack are
     checked."""
     axes = [axis for axis in kernel.grid if axis.var in SPLIT_DIM]
-    split = kernel.split_d_axis
+    split = kernel.traits.split_d_axis
     if split is None:
         found = {axis_of(e) for op in kernel.ops() for e in op.expressions} & SPLIT_DIM.keys()
         if found or any(op.first_along for op in only(kernel.ops(), tile.Store)):

@@ -41,7 +41,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _grid(kernel: Kernel) -> Iterator[str]:
-    if not kernel.grid or not kernel.tiled_axis or kernel.tiled_axis != kernel.program_axis:
+    if not kernel.grid or not kernel.traits.tiled_axis or kernel.traits.tiled_axis != kernel.program_axis:
         yield "the grid does not start with q or kv, and no loop of class all runs over one of them"
     if len({axis.var for axis in kernel.grid}) < len(kernel.grid):
         yield f"an axis is twice in the grid, {', '.join(axis.var for axis in kernel.grid)}"
@@ -51,7 +51,7 @@ def _grid(kernel: Kernel) -> Iterator[str]:
                 f"swizzle({axis.swizzle}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles "
                 f"that comes first"
             )
-        if axis.reversed_group and not (axis.swizzle_rows and kernel.adds_in_order):
+        if axis.reversed_group and not (axis.swizzle_rows and kernel.traits.adds_in_order):
             yield f"the grid axis {axis.var} has reversed_group; expected swizzle_rows, and a kernel with ordered adds"
 
 
@@ -120,7 +120,7 @@ def defined(module: Module, kernel: Kernel) -> Iterator[str]:
     nodes = kernel.graph.nodes
     around = {block.name: kernel.loops_around(block.name) for block in kernel.blocks}
     for name, data in nodes.items():
-        for ref in (*data["op"].operands(), *sorted(kernel.scalars_of(data["op"]))):
+        for ref in (*data["op"].operands(), *sorted(kernel.traits.scalars_of(data["op"]))):
             source = nodes[ref.split(".")[0]]
             users = (data, *(nodes[loop.name] for loop in around[data["block"]]))
             user = next((p for p in users if p["block"] == source["block"]), None)
@@ -146,8 +146,8 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
 def _runs_over_all(kernel: Kernel, loop: tile.Loop) -> bool:
     """True if a loop visits all tiles of its axis: the program axis where programs visit all its tiles, either axis in
     a kernel that prepares tensors, or the splits of a sequence, which a program combines."""
-    own = kernel.visits_all_tiles and loop.var == kernel.program_axis
-    return own or (kernel.prepares and loop.var in AXIS_EXTENT) or loop.var == "KV_splits"
+    own = kernel.traits.visits_all_tiles and loop.var == kernel.program_axis
+    return own or (kernel.traits.prepares and loop.var in AXIS_EXTENT) or loop.var == "KV_splits"
 
 
 def _runs_over_tiles(kernel: Kernel, loop: tile.Loop) -> bool:
@@ -185,13 +185,13 @@ def _loop_range(kernel: Kernel, loop: tile.Loop) -> Iterator[str]:
         every = (sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var])))
         if loop.ranges != (every,):
             yield f"%{loop.name} does not run over all tiles of {loop.var}, which its program has"
-    elif kernel.visits_all_tiles and kernel.program_axis not in {o.var for o in kernel.loops_around(loop.body)}:
+    elif kernel.traits.visits_all_tiles and kernel.program_axis not in {o.var for o in kernel.loops_around(loop.body)}:
         yield f"%{loop.name} is in no loop over the tiles of {kernel.program_axis}, one of which its mask needs"
 
 
 def _loop_heads(kernel: Kernel, loop: tile.Loop) -> Iterator[str]:
     in_group = len(loop.heads) == 1 and head_range(kernel, loop)[1] == (0, dimension("group"))
-    if loop.heads and not (in_group and kernel.adds_in_order and _runs_over_tiles(kernel, loop)):
+    if loop.heads and not (in_group and kernel.traits.adds_in_order and _runs_over_tiles(kernel, loop)):
         yield (
             f"%{loop.name} runs for several heads; expected those of the program's part of a group, over tiles, in a "
             f"kernel with ordered adds"
@@ -221,7 +221,7 @@ def split_kv(module: Module, kernel: Kernel) -> Iterator[str]:
     """Kernels with split-KV state how keys are split, by formulas in numbers and elements that they have. Their
     programs are numbered by splits and sequences. All such kernels of a module split keys in the same way."""
     axes = {axis.var for axis in kernel.grid}
-    has_splits = "KV_split" in axes or kernel.combines_splits
+    has_splits = "KV_split" in axes or kernel.traits.combines_splits
     if (kernel.kv_split is not None) != has_splits:
         have = "does not say" if has_splits else "says"
         yield f"it {have} how keys are split; expected that in kernels with splits of the keys, and in no others"
@@ -262,11 +262,11 @@ def latents(module: Module, kernel: Kernel) -> Iterator[str]:
     if len(ropes) != (2 if module.rope else 0):
         found = ", ".join(sorted(ropes)) or "neither Q_ROPE nor K_ROPE"
         yield f"it reads {found}; expected both with the header's `latent`, and neither without it"
-    expected = "K" if kernel.reads_cache else "V"
-    scales = module.cache and module.cache.scale == "columns" and kernel.reads_cache
+    expected = "K" if kernel.traits.reads_cache else "V"
+    scales = module.cache and module.cache.scale == "columns" and kernel.traits.reads_cache
     scaled = ", multiplied by its scales" if scales else ""
     values = Values(kernel)
-    for dot in kernel.dots if module.rope else ():
+    for dot in kernel.traits.dots if module.rope else ():
         op = latent_load(values, dot.b) or kernel.op(dot.b)
         if dot.over == AXIS_DIM["kv"] and not (isinstance(op, tile.Load) and kernel.accessed(op)[0].name == expected):
             yield f"%{dot.name} multiplies weights by %{dot.b}; expected a tile of %{expected}{scaled}"

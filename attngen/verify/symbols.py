@@ -73,7 +73,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
     steps = sum(isinstance(op, tile.SoftmaxStep) for op in kernel.ops())
     if steps > 1:
         yield f"{steps} softmax steps; expected one"
-    taken = RESERVED | kernel.variables - set(AXIS_DIM) | (set(tile.SoftmaxStep.FIELDS) if steps else set())
+    taken = RESERVED | kernel.traits.variables - set(AXIS_DIM) | (set(tile.SoftmaxStep.FIELDS) if steps else set())
     for op in kernel.ops():
         private = op.name.startswith("_") and op.results()
         plain = op.name.isascii() and op.name.isidentifier() and not private
@@ -87,12 +87,12 @@ def _positions(kernel: Kernel, op: Op) -> set[str]:
     known = CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | TILES
     known |= {REVERSED_GROUP for a in kernel.grid if a.reversed_group}
     columns = {a.var for a in kernel.grid if a.var in SPLIT_DIM}
-    axes = set() if kernel.visits_all_tiles else {kernel.program_axis}
+    axes = set() if kernel.traits.visits_all_tiles else {kernel.program_axis}
     known |= {f"{axis}_start" for axis in axes | columns}
-    known |= {f"_{axis}_row" for axis in axes if kernel.places}
+    known |= {f"_{axis}_row" for axis in axes if kernel.traits.places}
     for loop in kernel.loops_around(kernel.graph.nodes[op.name]["block"]):
         known |= {f"{name}_start" if name in AXIS_DIM else name for name in loop.variables}
-        known |= {f"_{loop.var}_row"} if kernel.places and loop.var in AXIS_DIM else set()
+        known |= {f"_{loop.var}_row"} if kernel.traits.places and loop.var in AXIS_DIM else set()
         axes |= {loop.var} & set(AXIS_DIM)
     if isinstance(op, (tile.Gather, tile.Map, tile.Mask, tile.Scatter)):
         indexed = AXIS_DIM if isinstance(op, tile.Mask) else axes

@@ -182,7 +182,7 @@ def load_rows(module: Module, kernel: Kernel) -> Iterator[str]:
             expected = f"one range, in a loop over tiles, of a load that checks {kernel.loop_axis}"
             yield f"%{op.name} is limited to rows; expected {expected}"
             continue
-        if (tensor := kernel.accessed(op)[0].name) in kernel.stored:
+        if (tensor := kernel.accessed(op)[0].name) in kernel.traits.stored:
             yield f"%{op.name} is limited to rows of {tensor}, which the kernel also stores; expected all of its rows"
         ((first, end),) = op.needed
         least_row, last_end = needed_rows(kernel, body) or (sympy.Integer(0), extent)
@@ -246,7 +246,7 @@ def block_lists(module: Module, kernel: Kernel) -> Iterator[str]:
     """
     rank, listed = BLOCK_LISTS[kernel.program_axis]
     data = module.blocks is not None and module.blocks.data
-    for loop in kernel.loops if kernel.dots else ():
+    for loop in kernel.loops if kernel.traits.dots else ():
         base = kernel.op(loop.listed) if loop.listed else None
         lists = isinstance(base, tile.Base) and base.src.tensor == listed
         if loop.cls != "all" and module.blocks and not lists:
@@ -262,10 +262,10 @@ def block_lists(module: Module, kernel: Kernel) -> Iterator[str]:
             if not (e == 0 and from_start) and not (isinstance(ranks, tile.Base) and ranks.src.tensor == ranked):
                 expected = f"{'0 or ' * from_start}a position in %{ranked}"
                 yield f"%{loop.name} runs to or from `{to_text(e)}`; expected {expected}"
-    size = module.blocks.size if module.blocks and (kernel.dots or kernel.counts_pairs) else None
+    size = module.blocks.size if module.blocks and (kernel.traits.dots or kernel.traits.counts_pairs) else None
     for config in module.configs(kernel.name):
         blocks_of = f"{config.device}: tiles of {config.block_q}x{config.block_kv}"
         if size and max(config.block_q, config.block_kv) > size:
             yield f"{blocks_of} do not divide blocks of {size}"
-        if size and kernel.counts_pairs and (config.block_q, config.block_kv) != (size, STRIP):
+        if size and kernel.traits.counts_pairs and (config.block_q, config.block_kv) != (size, STRIP):
             yield f"{blocks_of}; expected strips of blocks, {size}x{STRIP}"

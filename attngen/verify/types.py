@@ -339,7 +339,7 @@ def _ordered_add_errors(kernel: Kernel, op: tile.OrderedAdd | tile.OrderedAccumu
 
 def semaphore_errors(kernel: Kernel, semaphore: Access, order: Expr) -> Iterator[str]:
     """Errors in the element that is a semaphore, or in the value for which a program waits."""
-    declared, index = kernel.through(semaphore)
+    declared, index = kernel.accessed(semaphore)
     of = kernel.type_of(declared.name)
     if not isinstance(declared, tile.Arg) or declared.role != "sum" or of.dtype != "i32" or len(index) != len(of.dims):
         yield f"has a semaphore in %{semaphore.tensor}; expected one element of a tensor of i32 of role sum"
@@ -383,7 +383,9 @@ def _numbers_in(e: Any) -> tuple[Any, ...]:
 def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     """True if an expression is computed only from integers: positions, sizes, and integer values of the kernel."""
     names, conditions, whole = _integers_of(e)
-    refs, others = ({uses.get(name, name) for name in of} - POSITIONS - kernel.variables for of in (names, conditions))
+    refs, others = (
+        {uses.get(name, name) for name in of} - POSITIONS - kernel.traits.variables for of in (names, conditions)
+    )
     known = all(ref.split(".")[0] in kernel.graph for ref in refs | others)
     return whole and known and all(kernel.type_of(ref).dtype == "i32" for ref in refs)
 

@@ -28,10 +28,10 @@ def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def live(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every value is read, also those that a loop carries, except the results of ops that have an effect."""
-    named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
+    named = {name for op in kernel.ops() for name in kernel.traits.scalars_of(op)}
     for op in kernel.ops():
         parameter = isinstance(op, tile.Arg) and op.role != "carry"
-        parameter |= isinstance(op, tile.Loop) and op.body in kernel.storing
+        parameter |= isinstance(op, tile.Loop) and op.body in kernel.traits.storing
         acts = isinstance(op, (tile.Barrier, tile.Scatter, tile.Store, tile.GridDependencyWait, tile.Yield))
         if not (parameter or acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
@@ -79,7 +79,11 @@ def barriers(module: Module, kernel: Kernel) -> Iterator[str]:
     yield from _unordered_accesses(kernel)
     for block in kernel.blocks:
         for before, op in zip((None, *block.ops), block.ops):
-            if isinstance(op, tile.Loop) and op.body in kernel.rewriting and not isinstance(before, tile.Barrier):
+            if (
+                isinstance(op, tile.Loop)
+                and op.body in kernel.traits.rewriting
+                and not isinstance(before, tile.Barrier)
+            ):
                 yield f"%{op.name} loads tiles that other threads have stored; expected a barrier right before it"
 
 

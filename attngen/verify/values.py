@@ -39,7 +39,7 @@ def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
     if kernel.pack_gqa:
         head = sharing.owned * group + floordiv(q_idx, queries)
         return {h: head, hkv: sharing.owned, q_idx: mod(q_idx, queries), symbol("Nq"): queries}
-    if kernel.has_groups:
+    if kernel.traits.has_groups:
         return {h: sharing.member, hkv: sharing.owned}
     return {hkv: sharing.read}
 
@@ -131,7 +131,7 @@ class Values:
     def expression(self, e: Any, op: Op) -> Any:
         """An expression of an op, with its values and the scalars that it names expanded."""
         uses = {symbol(s): self.of(ref) for s, ref in getattr(op, "uses", ())}
-        return _replaced(e, {**uses, **{symbol(n): self.of(n) for n in self.kernel.scalars_of(op)}})
+        return _replaced(e, {**uses, **{symbol(n): self.of(n) for n in self.kernel.traits.scalars_of(op)}})
 
     def _expanded(self, ref: str) -> Expr:
         op = self.kernel.op(ref)
@@ -163,7 +163,7 @@ class Values:
     def _is_product(self, op: tile.Dot) -> bool:
         """True if a dot sums over all of head_dim of q and k. Over a latent, this takes two products, one accumulated
         onto the other."""
-        if self.kernel.rotates and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
+        if self.kernel.traits.rotates and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
             rest = self.kernel.op(op.acc) if op.acc else None
             return (
                 isinstance(rest, tile.Dot)
@@ -267,7 +267,7 @@ def scale_of(kernel: Kernel, values: Values, op: tile.Append | tile.Load) -> Exp
     if len(kernel.type_of(tensor).dims) == 1 or not isinstance(page, tile.Gather):
         return values.element(tensor, [values.expression(head, op)], (), kernel.type_of(tensor))
     read = next((o for o in only(kernel.ops(), tile.Gather) if o.src.tensor == tensor), page)
-    if kernel.tile_page and not read.type.dims:  # all rows of the tile are in one page
+    if kernel.traits.tile_page and not read.type.dims:  # all rows of the tile are in one page
         first = next(o for o in only(kernel.ops(), tile.Gather) if o.src.tensor == "PAGE_TABLE" and not o.type.dims)
         of_row = {symbol("kv_idx"): symbol("kv_start")}
         moved = replace(

@@ -81,7 +81,7 @@ def _writers_and_readers(kernel: Kernel) -> Iterator[str]:
                     f"and read tiles from it"
                 )
         else:
-            one_reader = pipeline in kernel.round_robin or [*readers.values()] == [1]
+            one_reader = pipeline in kernel.traits.round_robin or [*readers.values()] == [1]
             if len(writers) != 1 or len(readers) != 1 or not (readers == writers or one_reader):
                 who, whom = (", ".join(f"@{name}" for name in names) or "nobody" for names in (writers, readers))
                 yield (

@@ -49,7 +49,7 @@ def test_a_call_launches_the_kernels_that_run_on_the_device() -> None:
     def run(name: str, device: str, problem: Problem) -> list[tuple[str, str]]:
         found = call(module, name, DEVICES[device], problem)
         assert found is not None and found.seconds == sum(r.estimate.seconds for r in found.runs)
-        return [(r.made.name, r.config.backend) for r in found.runs if r.kernel.dots]
+        return [(r.made.name, r.config.backend) for r in found.runs if r.kernel.traits.dots]
 
     assert run("forward", "H100", problem) == [("fwd", "hopper")] and run("forward", "A100", problem) == [
         ("fwd", "triton")
@@ -69,7 +69,7 @@ def test_ranges_of_rows_meet_and_end_with_any_number() -> None:
             for cls in CLASSES:
                 found = ranges(target(name), kernel, cls)
                 assert all(a.most == b.least for a, b in zip(found, found[1:]))
-                assert not found or (found[-1].most is None and (found[0].least == 0 or kernel.adds_in_order))
+                assert not found or (found[-1].most is None and (found[0].least == 0 or kernel.traits.adds_in_order))
 
 
 def test_configs_are_chosen_by_the_kernels_number_of_rows() -> None:

@@ -48,7 +48,7 @@ def test_small_blocks_and_blocks_of_data_have_no_kernel(mask: Any, reason: str) 
     assert [text for text in reasons if "@bwd" in text] == [
         f"On sm90 the kernel @bwd has no config for hopper: {reason}."
     ] * bool(reason)
-    assert [kernel.name for kernel in made["legalize-triton"].kernels if kernel.adds_in_order] == []
+    assert [kernel.name for kernel in made["legalize-triton"].kernels if kernel.traits.adds_in_order] == []
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,8 @@ def test_programs_are_persistent() -> None:
     at = next(i for i, line in enumerate(body) if " = pipelined_loop " in line)
     assert body[at + 1 : at + 4] == ["consumer_release %q", "consumer_release %tq", "reload_tile %Work_pipeline"]
     assert (
-        "tma_store %tO[b, h, q, d_v] %to staging(%tO_pipeline)" in body and jvp_kernel(lowered("plain")).is_persistent
+        "tma_store %tO[b, h, q, d_v] %to staging(%tO_pipeline)" in body
+        and jvp_kernel(lowered("plain")).traits.is_persistent
     )
 
 
@@ -237,9 +238,9 @@ def test_programs_are_persistent() -> None:
 def test_each_tile_has_its_own_program_where_that_is_faster() -> None:
     """It is faster under a causal mask with wide heads; with more operations per score registers would spill."""
     assert changed("wide", "skip-masked-tiles", "persistent-scheduler", "entry") == ([], [])
-    assert not jvp_kernel(lowered("wide")).is_persistent
+    assert not jvp_kernel(lowered("wide")).traits.is_persistent
     for mask in ("none", {"sliding_window": {"left": 40, "right": 3}}):
-        assert jvp_kernel(lower(make_spec({"name": "others", "head_dim": 128, "mask": mask}))).is_persistent
+        assert jvp_kernel(lower(make_spec({"name": "others", "head_dim": 128, "mask": mask}))).traits.is_persistent
 
 
 @pytest.mark.share(16)

@@ -172,7 +172,7 @@ def test_variables_of_kernels_are_reserved(name: str) -> None:
     made = target(name)
     inputs = sorted(input_tensors(made.inputs, made.derived).keys() | {i.name for i in made.inputs})
     kernels = [
-        k for k in (*made.kernels, *made.warp_specialized) if k.dots or k.counts_pairs or k.backend
+        k for k in (*made.kernels, *made.warp_specialized) if k.traits.dots or k.traits.counts_pairs or k.backend
     ]  # kernels in which names of the spec occur
     functions = {k.name for k in kernels} | {f"{k.name}_{b.name}" for k in made.warp_specialized for b in k.warp_groups}
     own = re.compile(rf"[dt]?({'|'.join(map(re.escape, inputs))})(_\w+)?") if inputs else re.compile("(?!)")

@@ -157,7 +157,7 @@ PRODUCTS = {
 def test_products_have_the_names_of_flash_attention(name: str) -> None:
     """They follow from the operands, so they are the same before and after warp-specialize."""
     module = target(name)
-    kernels = [k for k in (*module.kernels, *module.warp_specialized) if k.dots or k.backend]
+    kernels = [k for k in (*module.kernels, *module.warp_specialized) if k.traits.dots or k.backend]
     for kernel in (k for k in kernels if name != "decode_mla" or k.name == "decode"):
         products = Products(kernel)
         found = {products.of(op).name for op in kernel.ops() if isinstance(op, MATMULS)}

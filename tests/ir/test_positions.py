@@ -231,5 +231,5 @@ def test_sums_of_dq_that_a_part_of_the_keys_leaves_unwritten_are_refused(filled:
 def test_kernels_that_evaluate_the_mask_get_positions(name: str) -> None:
     """Others, such as @delta and @dq_end, have rows of the call as Nq and Nk."""
     for kernel in lowered(name).kernels:
-        assert kernel.places == (bool(kernel.dots) or kernel.counts_pairs), kernel.name
-        assert kernel.places or not {"Rq", "Rk"} & {d for arg in kernel.args for d in arg.type.dims}
+        assert kernel.traits.places == (bool(kernel.traits.dots) or kernel.traits.counts_pairs), kernel.name
+        assert kernel.traits.places or not {"Rq", "Rk"} & {d for arg in kernel.args for d in arg.type.dims}

@@ -74,7 +74,7 @@ def kinds_of(spec: Spec, module: Module) -> list[str]:
     found += ["modified"] if spec.score else []
     found += ["dropout"] if spec.dropout else []
     found += ["kv_outer"] if spec.schedule.order == "kv_outer" else []
-    found += ["fused"] if any(k.adds_in_order for k in module.kernels) else []
+    found += ["fused"] if any(k.traits.adds_in_order for k in module.kernels) else []
     found += ["pack_gqa"] if any(k.pack_gqa for k in module.kernels) else []
     found += ["blocks from data" if module.blocks.data else "blocks"] if module.blocks else []
     found += ["padded"] if any(d & (d - 1) for d in (spec.head_dim.qk, spec.head_dim.v)) else []

@@ -132,7 +132,7 @@ def test_narrow_accumulators_stay_whole(head_dim):
 def test_the_width_of_the_accumulators_decides(head_dim, split):
     spec = parse_spec(f"name: wide\nhead_dim: {head_dim}\nmask: causal\n")
     made = verify(SplitD().run(SplitDkdv().run(build_module(spec))))
-    assert {k.name: k.split_d_axis.var for k in made.kernels if k.split_d_axis} == split
+    assert {k.name: k.traits.split_d_axis.var for k in made.kernels if k.traits.split_d_axis} == split
     choices = {k.name: block_d_choices(made, k) for k in made.kernels}
     assert set(choices.values()) == {(0,)} | ({(512, 256, 128)} if split else set())
 
@@ -143,7 +143,7 @@ def test_decode_kernels_and_kernels_of_latents_stay_whole():
     for text, expected in ((wide, {"fwd"}), (latent, set())):
         spec = parse_spec(f"name: decode\nmask: causal\ncache: contiguous\nbackward: false\n{text}")
         made = verify(SplitD().run(build_module(spec)))
-        assert {k.name for k in made.kernels if k.split_d_axis} == expected
+        assert {k.name for k in made.kernels if k.traits.split_d_axis} == expected
 
 
 @pytest.mark.parametrize(

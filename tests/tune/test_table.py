@@ -130,7 +130,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_mask_classes_by_range(name):
     module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text())
-    for kernel in (k for k in module.kernels if k.dots):
+    for kernel in (k for k in module.kernels if k.traits.dots):
         classes, other = (PACKED_OF, "full") if kernel.name == "packed" else (CLASSES_OF, "causal")
         expected = OTHERS.get((name, kernel.name)) or classes.get(name, " ".join([other] * 4))
         assert [mask_class(module, kernel, n) for _, n in RANGES] == expected.split(), kernel.name
@@ -153,7 +153,7 @@ def test_select_tiles_and_tuning_see_the_same_keys(name):
     """select-tiles computes keys before legalize-triton, and tuning after it."""
     early, late = lowered(name)["use-tma"], target(name)
     # Kernels that do not drop out with unspecialized ones
-    stay = {kernel.name for kernel in late.kernels if not kernel.adds_in_order}
+    stay = {kernel.name for kernel in late.kernels if not kernel.traits.adds_in_order}
     for kernel in (kernel for kernel in early.kernels if kernel.name in stay):
         for limit, _ in ranges(kernel):
             found = key(early, kernel, 2, limit)

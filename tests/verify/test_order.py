@@ -78,7 +78,7 @@ def made(mask: str, stage: str | None = None) -> Module:
 
 
 def fused(mask: str) -> Kernel:
-    return next(kernel for kernel in made(mask, "dce").kernels if kernel.adds_in_order)
+    return next(kernel for kernel in made(mask, "dce").kernels if kernel.traits.adds_in_order)
 
 
 def some_data(mask: str, generator: torch.Generator, n_q: int, n_kv: int) -> Data:
@@ -195,7 +195,7 @@ def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(ma
 )
 def test_without_a_formula_there_is_no_fused_backward(mask: Any, reason: str) -> None:
     module = lower(make_spec({"name": "separate", "head_dim": 128, "mask": mask}))
-    assert [kernel.name for kernel in module.kernels if kernel.adds_in_order] == [], reason
+    assert [kernel.name for kernel in module.kernels if kernel.traits.adds_in_order] == [], reason
 
 
 @pytest.mark.share(16)

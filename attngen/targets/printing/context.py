@@ -55,7 +55,7 @@ class KernelContext(ProgramContext, complete=tile.TILE, control=(tile.Arg,)):
         prologue, iteration, iterations = self._prologue(used)
         words = used | set(re.findall(r"\w+", " ".join([*prologue, *iteration])))
         described = any(op.via for op in only(kernel.ops(), tile.Load))
-        flags = {"TMA": described, "CONVERTS": kernel.reads_quantised, "OVERLAPS": kernel.overlaps}
+        flags = {"TMA": described, "CONVERTS": kernel.traits.reads_quantised, "OVERLAPS": kernel.traits.overlaps}
         if kernel.launches_dependents:
             condition = "if OVERLAPS:  # let programs of the next launch start; they wait for the end of this one"
             prologue = [condition, "    tl.extra.cuda.gdc_launch_dependents()", *prologue]
@@ -64,7 +64,7 @@ class KernelContext(ProgramContext, complete=tile.TILE, control=(tile.Arg,)):
             summary=kernel.about,
             params=[*(a.name for a in tensors), *numbers, *sizes, *strides],
             tiles=[t for t in TILED if t in words],
-            dropout=kernel.has_dropout,
+            dropout=kernel.traits.has_dropout,
             flags=[name for name, has in flags.items() if has],
             sums_input_gradients=any(a.role == "out" and self._is_input_gradient(a.name) for a in args),
             not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.kv_split and s in ("B", "items"))]
@@ -102,7 +102,7 @@ class KernelContext(ProgramContext, complete=tile.TILE, control=(tile.Arg,)):
             if isinstance(op, (tile.Gather, tile.Load))
             else ()
         )
-        if read and all(self.kernel.only_known(self.kernel.op(n)) for n in read):
+        if read and all(self.kernel.traits.only_known(self.kernel.op(n)) for n in read):
             return True  # the bounds of the loops already contain these facts
         nodes = self.kernel.graph.nodes
         users = [nodes[n] for n in self.kernel.graph.successors(op.name)]
@@ -172,7 +172,7 @@ class KernelContext(ProgramContext, complete=tile.TILE, control=(tile.Arg,)):
 
     @handles(tile.ListPosition)
     def _list_position(self, op: tile.ListPosition, cls: str) -> dict[str, Any]:
-        rows, ranks, number = AXIS_DIM[self.kernel.ranked_axis(op)], self.var(op.src), self.scalar(op.tile)
+        rows, ranks, number = AXIS_DIM[self.kernel.traits.ranked_axis(op)], self.var(op.src), self.scalar(op.tile)
         if isinstance(self.kernel.op(op.src), tile.Arg):
             return {"var": op.name, "expr": f"_tile_of_call({ranks}, {number}, {rows}{self.lookup_options})"}
         return {"var": op.name, "expr": f"_list_position({ranks}, {number}, BLOCK // {rows})"}
@@ -248,7 +248,7 @@ class KernelContext(ProgramContext, complete=tile.TILE, control=(tile.Arg,)):
             text = f"{text}.to({dtype})" if re.fullmatch(r"\w+", text) else f"({text}).to({dtype})"
         described = [load for load in only(self.kernel.ops(), tile.Load) if load.via]
         needed = next((load.needed for load in described if load.needed), ((sympy.Integer(0), symbol("Nk")),))
-        clears = cls == "partial" and self.kernel.zeroes_past_end(op) and described
+        clears = cls == "partial" and self.kernel.traits.zeroes_past_end(op) and described
         return {
             "var": self.var(op.name),
             "expr": text,

@@ -61,7 +61,7 @@ class MemoryContext(ExpressionContext):
 
     def row(self, axis: str) -> str:
         """The variable of the first row of a tile, in the tensors of the call."""
-        return first_row(axis, self.kernel.places and axis in STARTS)
+        return first_row(axis, self.kernel.traits.places and axis in STARTS)
 
     @handles(tile.Base)
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class MemoryContext(ExpressionContext):
                 row = self._row_of_tensor(axis, shape)
                 tiles.append(f"{row if row.isidentifier() else f'({row})'}.to(tl.int64){spread}{times}")
             elif axis in ROW_AXES:
-                start = self.scalar(index.subs(symbol(axis), symbol(self.kernel.first_row(access, at, axis))))
+                start = self.scalar(index.subs(symbol(axis), symbol(self.kernel.traits.first_row(access, at, axis))))
                 scalars.append(f"tl.cast({start}, tl.int64){times}" if times else start)
                 tiles.append(f"{self._row_of_tile(axis, shape)}{spread}{times}")
             else:
@@ -205,7 +205,7 @@ class MemoryContext(ExpressionContext):
             [(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims, op.needed
         )
         zero = "0" if op.type.quantised else "0.0"
-        return f"tl.where({check}, {read}, {zero})" if check and self.kernel.zeroes_past_end(op) else read
+        return f"tl.where({check}, {read}, {zero})" if check and self.kernel.traits.zeroes_past_end(op) else read
 
     @handles(tile.Gather)
     def _gather(self, op: tile.Gather, cls: str) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class MemoryContext(ExpressionContext):
                 self.var(op.value),
                 "q_start",
                 "kv_start",
-                *([self.row("q")] if self.kernel.places else []),
+                *([self.row("q")] if self.kernel.traits.places else []),
                 "Nq",
                 "Nk",
                 "BLOCK_Q",

@@ -27,7 +27,7 @@ class ProgramContext(MemoryContext):
         iterations = ""
         if over_splits:
             (lines, iteration, iterations), outer = self._split_iteration(), []
-        elif not self.kernel.visits_all_tiles:
+        elif not self.kernel.traits.visits_all_tiles:
             tile_lines, rest = self._tile_start(outer.pop(0))
             lines += tile_lines
         lines += self._outer_indices(outer, rest)
@@ -41,14 +41,14 @@ class ProgramContext(MemoryContext):
                 lines.append(f"{off} = tl.arange(0, {AXIS_DIM[axis]})")
         if "dtype" in used:
             lines.append(self._dtype_line())
-        if f"{self.kernel.program_axis}_idx" in used and not self.kernel.visits_all_tiles:
+        if f"{self.kernel.program_axis}_idx" in used and not self.kernel.traits.visits_all_tiles:
             (iteration if over_splits else lines).append(
                 f"{self.kernel.program_axis}_idx = {self.kernel.program_axis}_start + {self.kernel.program_axis}_off"
             )
         for axis in COLUMN_DIM:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
-        if columns := self.kernel.split_d_axis:
+        if columns := self.kernel.traits.split_d_axis:
             lines.append(f"{columns.var} = {columns.var}_start + tl.arange(0, {SPLIT_DIM[columns.var]})")
         return lines, iteration, iterations
 
@@ -75,7 +75,7 @@ class ProgramContext(MemoryContext):
             last_group = f"first_head + {many} >= tl.num_programs(0) // {tiles}"
             lines.append(f"{REVERSED_GROUP} = tl.where({last_group}, 1, 0)  # the last heads")
             number = f"tl.where({REVERSED_GROUP} > 0, {position}, {number[1:-1]})"
-        named = {f"{own.var}_start"} if self.kernel.places else set()
+        named = {f"{own.var}_start"} if self.kernel.traits.places else set()
         return [*lines, *self._tile_position(own.var, number, named)], rest
 
     def _outer_indices(self, axes: list[GridAxis], rest: str) -> list[str]:
@@ -137,7 +137,7 @@ class ProgramContext(MemoryContext):
         few, many = (
             [f"{names} = {self._of_lengths(name, own, n)}" for names, name, own in found] for n in (LANES, LENGTHS)
         )
-        if self.module.rope and self.kernel.dots:
+        if self.module.rope and self.kernel.traits.dots:
             return many
         few, many = ([f"    {line}" for line in lines] for lines in (few, many))
         return [

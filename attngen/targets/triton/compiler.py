@@ -63,7 +63,7 @@ def job(module: Module, kernel: Kernel, config: Config, file: Path, arch: int | 
     a HIP architecture.
     """
     device = CLASSES[config.device]
-    element = "" if kernel.prepares else of_size(module.dtypes, config.elem_bytes)  # preparing kernels read no T
+    element = "" if kernel.traits.prepares else of_size(module.dtypes, config.elem_bytes)  # preparing kernels read no T
     types, dims = [], sizes(module, config)
     described = {}  # tensor -> rows and columns of its tiles
     for op in kernel.ops():

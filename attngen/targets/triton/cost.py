@@ -108,9 +108,13 @@ def schedule_key(module: Module, kernel: Kernel, config: Config) -> str:
     The loop over heads, block lists and their kind, dropout, entropies and score modifiers are part of the name.
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
-    if module.blocks is not None and kernel.dots:
-        name += "+blocks" if not module.blocks.data else "+data+pairs" if kernel.reads_pairs else "+data"
-    name += "+dropout" * kernel.has_dropout + "+entropy" * kernel.of_entropy + "+8bit" * kernel.reads_quantised
+    if module.blocks is not None and kernel.traits.dots:
+        name += "+blocks" if not module.blocks.data else "+data+pairs" if kernel.traits.reads_pairs else "+data"
+    name += (
+        "+dropout" * kernel.traits.has_dropout
+        + "+entropy" * kernel.traits.of_entropy
+        + "+8bit" * kernel.traits.reads_quantised
+    )
     v, rope = tile_width(module.head_dim_v), f"+{tile_width(module.rope)}" if module.rope else ""
     qk = f"{v}{rope}" if rope else tile_width(module.head_dim_qk)
     tile = f"{config.block_q}x{config.block_kv}x{config.num_warps}x{config.num_stages}{' TMA' if config.tma else ''}"
@@ -129,7 +133,7 @@ def cost(module: Module, kernel: Kernel, config: Config) -> float:
         return cycles
     cycles *= count_tiles(kernel, *shape, reach=REACH)
     listed = module.blocks is not None and module.blocks.data  # only data says which tiles are partial
-    if not listed and kernel.normalises:
+    if not listed and kernel.traits.normalises:
         cycles += (
             fit.masked * config.block_q * config.block_kv / programs * count_tiles(kernel, *shape, "partial", REACH)
         )
@@ -153,11 +157,11 @@ def _iteration(module: Module, kernel: Kernel, config: Config) -> tuple[float, i
         return float("inf"), 0
     threads = config.num_warps * device.threads_per_warp
     how = mode(module, config.elem_bytes)
-    rows_of_scores = score_tile(module, kernel, config)[0] if kernel.dots else 0
+    rows_of_scores = score_tile(module, kernel, config)[0] if kernel.traits.dots else 0
     # Warps that share rows split the columns, at half the rate.
     crowded = how != "ieee" and config.num_warps > max(4, rows_of_scores // 16)
     matrix = 0.0
-    for op in kernel.dots:
+    for op in kernel.traits.dots:
         flops = dot_flops(module, kernel, op, config, device.matrix_rows if how != "ieee" else 1)
         if how == "ieee" and flops / 2 / threads > FMA_LIMIT:
             return float("inf"), 0

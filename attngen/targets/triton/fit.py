@@ -15,7 +15,7 @@ JOINED_ROWS = 32  # rows that four threads of a matrix instruction hold if dropo
 
 def slack(module: Module, kernel: Kernel, config: Config) -> str | None:
     """Why the closed form may exceed the number that the compiler reports; None if both should be equal."""
-    if kernel.rewriting:
+    if kernel.traits.rewriting:
         return "a tile that is rewritten changes layout through shared memory, in as many steps as the compiler takes"
     if any(only(kernel.ops(), tile.Interleave)):
         return "even and odd columns change layout to be interleaved, in as many steps as the compiler takes"
@@ -31,9 +31,9 @@ def slack(module: Module, kernel: Kernel, config: Config) -> str | None:
         return "scores may change layout in the buffer of a tile that several products have read"
     if config.num_stages == 1 and kernel.loops:
         return "with a single buffer, tiles whose uses do not overlap share room"
-    if kernel.dots and in_tf32(module, config):
+    if kernel.traits.dots and in_tf32(module, config):
         return "in TF32 a tile that several products read may change layout through shared memory"
-    if kernel.dots and any(
+    if kernel.traits.dots and any(
         op.type.dtype == "b1" and set(op.type.dims) == SCORES for op in only(kernel.ops(), tile.Gather, tile.Load)
     ):
         return "a boolean per score may be loaded where it is used, without a change of layout"
@@ -43,7 +43,7 @@ def slack(module: Module, kernel: Kernel, config: Config) -> str | None:
     moved += [op.type for op in only(kernel.ops(), tile.Gather)]
     if any(set(t.dims) == SCORES for t in moved):
         return "tiles of scores that are gathered, or stored in the loop, may share room one after another"
-    if kernel.has_dropout and CLASSES[config.device].moves_random:
+    if kernel.traits.has_dropout and CLASSES[config.device].moves_random:
         return "dropout's random words may be computed where they are used, without a change of layout"
     return None
 
@@ -78,8 +78,8 @@ def _exceeds_tensor_memory(module: Module, kernel: Kernel, config: Config) -> st
     device, dims = CLASSES[config.device], sizes(module, config)
     if not (device.tensor_columns and any(is_continued(kernel, op) for op in only(kernel.ops(), tile.Load))):
         return None
-    made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.dots if takes_scores(kernel, dot)]
-    columns = sum(dims[dot.type.unpadded[1]] for dot in kernel.dots) + sum(made) * config.elem_bytes // 4
+    made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.traits.dots if takes_scores(kernel, dot)]
+    columns = sum(dims[dot.type.unpadded[1]] for dot in kernel.traits.dots) + sum(made) * config.elem_bytes // 4
     columns = columns * min(config.block_q, TENSOR_ROWS) // TENSOR_ROWS
     if columns <= device.tensor_columns:
         return None
@@ -104,7 +104,7 @@ def _reads_unset_register(module: Module, kernel: Kernel, config: Config) -> str
     device, dims = CLASSES[config.device], sizes(module, config)
     if device.name != "sm90" or mode(module, config.elem_bytes) == "tf32" or not by_warp_groups(module, kernel, config):
         return None
-    scores = [dot for dot in kernel.dots if set(dot.type.dims) == SCORES]
+    scores = [dot for dot in kernel.traits.dots if set(dot.type.dims) == SCORES]
     widest = max(dims[unpadded(dot.over)] for dot in scores)
 
     def width(dot: tile.Dot) -> int:
@@ -112,8 +112,8 @@ def _reads_unset_register(module: Module, kernel: Kernel, config: Config) -> str
 
     only_readers = (
         dot
-        for dot in kernel.dots
-        if takes_scores(kernel, dot) and sum(dot.b in (other.a, other.b) for other in kernel.dots) == 1
+        for dot in kernel.traits.dots
+        if takes_scores(kernel, dot) and sum(dot.b in (other.a, other.b) for other in kernel.traits.dots) == 1
     )
     narrow = [dot for dot in only_readers if width(dot) < widest and width(dot) * config.elem_bytes <= NARROW]
     made = [dot for dot in narrow if not isinstance(kernel.op(dot.b), tile.Load)]
@@ -139,13 +139,13 @@ def miscounts(module: Module, kernel: Kernel, config: Config) -> str | None:
     from shared memory, lay them out by their own width.
     """
     device = CLASSES[config.device]
-    if device.backend != "cuda" or not kernel.has_dropout or mode(module, config.elem_bytes) == "ieee":
+    if device.backend != "cuda" or not kernel.traits.has_dropout or mode(module, config.elem_bytes) == "ieee":
         return None
     if by_warp_groups(module, kernel, config):
         return None
     narrow = any(op.type.dtype == "b1" and op.type.dims for op in only(kernel.ops(), tile.Gather, tile.Load))
     dims = sizes(module, config)
-    over = next((dot.over for dot in kernel.dots if dot.over in SCORES and dims[dot.over] < JOINED_ROWS), None)
+    over = next((dot.over for dot in kernel.traits.dots if dot.over in SCORES and dims[dot.over] < JOINED_ROWS), None)
     if over is None or not narrow:
         return None
     blocks = ", and so blocks of the mask," if module.blocks and module.blocks.size < JOINED_ROWS else ""

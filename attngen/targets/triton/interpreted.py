@@ -31,13 +31,13 @@ class Interpreted(NamedTuple):
         """True if the interpreter gets a copy of a portable config."""
         if self.name != OWN_CONFIGS or config.device != self.classes[kernel.name]:
             return False
-        return kernel.prepares or config.elem_bytes == self.elem_bytes
+        return kernel.traits.prepares or config.elem_bytes == self.elem_bytes
 
 
 def interpreted(module: Module) -> Interpreted:
     """The interpreter's configs among a module's schedules."""
     elem_bytes, order = elem_sizes(module)[0], dict.fromkeys((FALLBACK_CUDA, *CLASSES))
-    run = {kernel.name for kernel in module.kernels if not kernel.adds_in_order and not kernel.prepares}
+    run = {kernel.name for kernel in module.kernels if not kernel.traits.adds_in_order and not kernel.traits.prepares}
     configs = {
         name: [config for config in all_configs if isinstance(config, Config) and config.elem_bytes == elem_bytes]
         for name, all_configs in module.schedules

@@ -44,7 +44,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "schedules": _schedules(module, views, taken),
         "interpreted": taken,
         "device_classes": device_classes,
-        "kernels": [views[kernel.name] for kernel in module.kernels if not kernel.adds_in_order],
+        "kernels": [views[kernel.name] for kernel in module.kernels if not kernel.traits.adds_in_order],
         "distances": any(x.reduction == "distance" for x in module.input_gradients),
         "floors": any(view.words & {"_floor_div", "_floor_mod"} for view in views.values()),
         "quantised": module.cache is not None and bool(module.cache.dtype),

@@ -55,11 +55,11 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
     ):  # an accumulator of one row leaves registers for the rest
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
-    halves = kernel.reads_quantised  # of one accumulator
+    halves = kernel.traits.reads_quantised  # of one accumulator
     wide = (len(accumulators) > 1 and not halves) or any(
         dims[1] in WHOLE or columns.get(dims[1], 0) > WIDE // (1 + halves) for dims in accumulators
     )
-    return replace(op, recompute=wide or (op.cls == "all" and not kernel.prepares))
+    return replace(op, recompute=wide or (op.cls == "all" and not kernel.traits.prepares))
 
 
 def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> list[Op]:

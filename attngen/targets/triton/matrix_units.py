@@ -20,7 +20,7 @@ def in_tf32(module: Module, config: Config) -> bool:
 
 def on_matrix_units(module: Module, kernel: Kernel, config: Config) -> bool:
     """True if products run on the device's own matrix instruction: they have enough rows, and are not in full fp32."""
-    if not kernel.dots:
+    if not kernel.traits.dots:
         return False
     return (
         score_tile(module, kernel, config)[0] >= CLASSES[config.device].matrix_rows
@@ -41,7 +41,7 @@ def by_warp_groups(module: Module, kernel: Kernel, config: Config) -> bool:
 def score_tile(module: Module, kernel: Kernel, config: Config) -> tuple[int, int]:
     """Rows and columns of the tile of scores as products compute it: queries by keys, or transposed."""
     dims = sizes(module, config)
-    rows, columns = next(op.type.dims for op in kernel.dots if set(op.type.dims) == SCORES)
+    rows, columns = next(op.type.dims for op in kernel.traits.dots if set(op.type.dims) == SCORES)
     return dims[rows], dims[columns]
 
 
@@ -85,12 +85,12 @@ def takes_scores(kernel: Kernel, op: tile.Dot) -> bool:
 
 def random_bytes(kernel: Kernel, config: Config) -> int:
     """Bytes per score through which dropout's random words change layout."""
-    return 4 if kernel.has_dropout and CLASSES[config.device].moves_random else 0
+    return 4 if kernel.traits.has_dropout and CLASSES[config.device].moves_random else 0
 
 
 def _moves_scores(module: Module, kernel: Kernel, config: Config) -> bool:
     device, dims = CLASSES[config.device], sizes(module, config)
-    summed = [op for op in kernel.dots if _accumulates_scores(kernel, op)]  # the others get the same warp layout
+    summed = [op for op in kernel.traits.dots if _accumulates_scores(kernel, op)]  # the others get the same warp layout
     results = [tuple(dims[d] for d in op.type.unpadded) for op in summed]
     if not results or from_shared(module, kernel, config):
         return False

@@ -70,11 +70,11 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
                 if wrong in t.dims:
                     state = "padded" if wrong == name else "not padded"
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {state} on chip"
-    for dot in kernel.dots:
+    for dot in kernel.traits.dots:
         if (width := module.widths.get(unpadded(dot.over), 16)) < 16:
             yield f"%{dot.name} sums {width} columns; Triton needs 16 at least"
     for config in module.configs(kernel.name):
-        rows = 1 if kernel.combines_splits else 16  # a program combines one row; products need more
+        rows = 1 if kernel.traits.combines_splits else 16  # a program combines one row; products need more
         for name, value, least in (
             ("BLOCK_Q", config.block_q, rows),
             ("BLOCK_KV", config.block_kv, rows),
@@ -85,7 +85,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
         most = 1024 // CLASSES[config.device].threads_per_warp
         if config.num_warps > most:
             yield f"{config.device}: num_warps={config.num_warps}; expected at most {most}, which are 1024 threads"
-        if kernel.combines_splits:
+        if kernel.traits.combines_splits:
             yield from _combines_in_registers(module, config)
         if not 1 <= config.num_stages <= 8:
             yield f"{config.device}: num_stages={config.num_stages}; expected 1 to 8"

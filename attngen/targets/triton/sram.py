@@ -55,7 +55,7 @@ def sram_formula(
     tf32: products are in TF32, where a streamed tile that several of them read changes layout; an upper bound, too.
     """
     from_shared = device.reads_shared and matrix_units
-    rewrites = bool(kernel.rewriting)
+    rewrites = bool(kernel.traits.rewriting)
     shares_stationary = device.shares_stationary and not rewrites  # tiles loaded once and in a loop share their room
     loads = [op for op in only(kernel.ops(), tile.Load) if not _is_pair_mask(kernel, op)]
     pairs = list(only(kernel.ops(), tile.Deinterleave))
@@ -76,14 +76,16 @@ def sram_formula(
     )
     if not shares_stationary:  # rows of statistics are copied ahead, too
         statistics = sympy.Add(*(tile_bytes(op.type) * (STAGES - 1) for op in loads if _is_statistic(kernel, op)))
-        per_program = BARRIERS if len(kernel.dots) <= FEW_PRODUCTS else BARRIER * len(kernel.dots) * STAGES
+        per_program = (
+            BARRIERS if len(kernel.traits.dots) <= FEW_PRODUCTS else BARRIER * len(kernel.traits.dots) * STAGES
+        )
         barriers = per_program if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
             barriers += TMA_BARRIERS * tma
             statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
         streamed += statistics
     streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * _max(moved * ELEM, random)  # not at one time
-    if kernel.normalises and not (matrix_units or device.shares_stationary):
+    if kernel.traits.normalises and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     streamed += _reduce_bytes(kernel, aligned)
     return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
@@ -91,7 +93,9 @@ def sram_formula(
 
 def _is_pair_mask(kernel: Kernel, op: Op) -> bool:
     """True if the op loads a boolean per score, which is too narrow to be copied ahead."""
-    return isinstance(op, tile.Load) and op.type.dtype == "b1" and set(op.type.dims) == SCORES and bool(kernel.dots)
+    return (
+        isinstance(op, tile.Load) and op.type.dtype == "b1" and set(op.type.dims) == SCORES and bool(kernel.traits.dots)
+    )
 
 
 def _is_statistic(kernel: Kernel, op: tile.Load) -> bool:
@@ -110,7 +114,7 @@ def _scratch(kernel: Kernel, op: Op, device: DeviceClass, from_shared: bool, tma
         return tile_bytes(op.type) * (1 if device.shares_stationary else STAGES - 1)
     if isinstance(op, tile.Gather) and len(op.type.dims) == 1 and op.type.dtype != "b1" and in_loop(kernel, op):
         return tile_bytes(op.type) * (STAGES if _are_pages(kernel, op) else STAGES - 1)
-    if isinstance(op, tile.Map) and tma and not from_shared and kernel.zeroes_past_end(op):
+    if isinstance(op, tile.Map) and tma and not from_shared and kernel.traits.zeroes_past_end(op):
         return tile_bytes(op.type)  # each product then takes a copy in its layout
     if not isinstance(op, tile.Load):
         return sympy.Integer(0)
@@ -126,16 +130,16 @@ def _scratch(kernel: Kernel, op: Op, device: DeviceClass, from_shared: bool, tma
 
 def _streamed(kernel: Kernel, op: tile.Load, device: DeviceClass, from_shared: bool, tma: bool, tf32: bool) -> Expr:
     """Bytes of the buffers of a tile that a loop loads."""
-    widened = kernel.reads_quantised and not _is_operand(kernel, op)  # in registers, before products take it
-    depth = STAGES if (from_shared and not widened) or kernel.rewriting else _max(1, STAGES - 1)
+    widened = kernel.traits.reads_quantised and not _is_operand(kernel, op)  # in registers, before products take it
+    depth = STAGES if (from_shared and not widened) or kernel.traits.rewriting else _max(1, STAGES - 1)
     size = share_of(op) * tile_bytes(op.type) * _copies(kernel, op, depth, device, from_shared, tf32)
-    if tma and not from_shared and kernel.zeroes_past_end(op):  # also a copy whose rows past the end are zeros
-        size += tile_bytes(op.type) * (2 if kernel.reads_quantised else 1)
+    if tma and not from_shared and kernel.traits.zeroes_past_end(op):  # also a copy whose rows past the end are zeros
+        size += tile_bytes(op.type) * (2 if kernel.traits.reads_quantised else 1)
     return size
 
 
 def _is_operand(kernel: Kernel, op: tile.Load) -> bool:
-    return any(op.name in (dot.a, dot.b) for dot in kernel.dots)
+    return any(op.name in (dot.a, dot.b) for dot in kernel.traits.dots)
 
 
 def _is_interleaved_again(kernel: Kernel, op: tile.Deinterleave) -> bool:
@@ -170,7 +174,9 @@ def _combine_bytes(module: Module, config: Config) -> Expr:
 
 def _made_bytes(kernel: Kernel) -> Expr:
     """Bytes of operands that are computed on chip and then transposed, in fp32: they may be moved before the cast."""
-    made = ((kernel.type_of(dot.a), dot.over) for dot in kernel.dots if not isinstance(kernel.op(dot.a), tile.Load))
+    made = (
+        (kernel.type_of(dot.a), dot.over) for dot in kernel.traits.dots if not isinstance(kernel.op(dot.a), tile.Load)
+    )
     return sympy.Add(*(4 * elements(type_) for type_, over in made if type_.dims[0] == over))
 
 
@@ -186,7 +192,7 @@ def _copies(kernel: Kernel, op: tile.Load, depth: Expr, device: DeviceClass, fro
     parts = [
         1 - share_of(part) for part in only(kernel.ops(), tile.Load) if part.columns_of == op.name
     ]  # a part of all columns is the tile itself
-    readers = [dot for dot in kernel.dots if op.name in (dot.a, dot.b)]
+    readers = [dot for dot in kernel.traits.dots if op.name in (dot.a, dot.b)]
     if not parts and len({dot.over for dot in readers}) < 2:
         if is_read_alike(kernel, op):
             more = sympy.Min(1, STAGES - 1) if device.keeps_reused else sympy.Integer(0)
@@ -202,14 +208,14 @@ def _copies(kernel: Kernel, op: tile.Load, depth: Expr, device: DeviceClass, fro
 
 def is_read_alike(kernel: Kernel, op: tile.Load) -> bool:
     """True if several products read a streamed tile, all over the same dimension."""
-    read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
+    read = [dot.over for dot in kernel.traits.dots if op.name in (dot.a, dot.b)]
     return len(read) > 1 and len(set(read)) == 1 and in_loop(kernel, op)
 
 
 def is_continued(kernel: Kernel, op: tile.Load) -> bool:
     """True if another product of the same iteration accumulates onto the product of scores and this tile."""
-    continued = {dot.acc for dot in kernel.dots}
-    return any(op.name in (dot.a, dot.b) and dot.over in SCORES and dot.name in continued for dot in kernel.dots)
+    continued = {dot.acc for dot in kernel.traits.dots}
+    return any(op.name in (dot.a, dot.b) and dot.over in SCORES and dot.name in continued for dot in kernel.traits.dots)
 
 
 def _reduce_bytes(kernel: Kernel, aligned: bool) -> Expr:
@@ -220,7 +226,7 @@ def _reduce_bytes(kernel: Kernel, aligned: bool) -> Expr:
     if counts:
         shared += 4 * WARPS  # one scalar at a time
     rows = any(op.type.dims == (AXIS_DIM[kernel.program_axis],) for op in only(kernel.ops(), tile.Gather, tile.Load))
-    if (counts and rows) or any(not in_loop(kernel, op) for op in reduced if not kernel.dots):
+    if (counts and rows) or any(not in_loop(kernel, op) for op in reduced if not kernel.traits.dots):
         # Rows change layout; before a loop with buffers, in their room. Warps that share rows have one each.
         shared += 4 * symbol(AXIS_DIM[kernel.program_axis]) * (1 if aligned else 4)
     return shared
@@ -245,7 +251,7 @@ def _few_rows(kernel: Kernel, config: Config) -> bool:
     """True if rewritten tiles have fewer rows than the matrix instruction that reads operands from shared memory."""
     device = CLASSES[config.device]
     return (
-        bool(kernel.rewriting)
+        bool(kernel.traits.rewriting)
         and device.reads_shared
         and not device.keeps_reused
         and config.block_q < device.matrix_rows
@@ -254,13 +260,15 @@ def _few_rows(kernel: Kernel, config: Config) -> bool:
 
 def _converted_bytes(kernel: Kernel) -> Expr:
     """Bytes of the operands that a smaller matrix instruction reads in another layout, for few rows of queries."""
-    sums = (kernel.op(dot.b) for dot in kernel.dots if dot.type.dims[0] != AXIS_DIM[kernel.program_axis])
+    sums = (kernel.op(dot.b) for dot in kernel.traits.dots if dot.type.dims[0] != AXIS_DIM[kernel.program_axis])
     return sympy.Add(*(tile_bytes(op.type) for op in sums if in_sram(op)))
 
 
 def is_rewritten(kernel: Kernel, op: tile.Load) -> bool:
     """True if a load's tile is stored again, because it is accumulated in HBM. Rows of statistics do not count."""
-    return len(op.type.dims) == 2 and not in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.rewriting
+    return (
+        len(op.type.dims) == 2 and not in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.traits.rewriting
+    )
 
 
 def in_loop(kernel: Kernel, op: Op) -> bool:
@@ -281,11 +289,11 @@ def _sram_bytes(module: Module, kernel: Kernel, config: Config) -> int:
 
 def row_formula(module: Module, kernel: Kernel, config: Config) -> Expr:
     """The closed form for a config's device, element size and tiles."""
-    if kernel.prepares:
+    if kernel.traits.prepares:
         return _prepare_bytes(kernel, config)
-    if kernel.combines_splits:
+    if kernel.traits.combines_splits:
         return _combine_bytes(module, config)
-    if not kernel.dots and any(
+    if not kernel.traits.dots and any(
         only(kernel.ops(), tile.Interleave)
     ):  # pairs change layout, one tensor's after the other's
         return _max(*(tile_bytes(op.type) for op in only(kernel.ops(), tile.Interleave)))
@@ -305,7 +313,7 @@ def _warps_per_row(module: Module, kernel: Kernel, config: Config) -> int:
     """The number of warps that share a row, for a kernel without products that sums rows; 1 for others. A thread holds
     16 bytes of consecutive columns."""
     summed = any((op.over, len(op.type.dims)) == ("D_V", 1) for op in only(kernel.ops(), tile.Reduce))
-    if kernel.dots or not summed or not aligned(module):
+    if kernel.traits.dots or not summed or not aligned(module):
         return 1
     of_warp = 16 * CLASSES[config.device].threads_per_warp
     return max(1, tile_width(module.head_dim_v) * config.elem_bytes // of_warp)
@@ -313,4 +321,4 @@ def _warps_per_row(module: Module, kernel: Kernel, config: Config) -> int:
 
 def reduces_single_product(kernel: Kernel) -> bool:
     """True if the scores of the only product are reduced: warps then hold parts of rows, and exchange partial sums."""
-    return len(kernel.dots) == 1 and any(only(kernel.ops(), tile.Reduce))
+    return len(kernel.traits.dots) == 1 and any(only(kernel.ops(), tile.Reduce))

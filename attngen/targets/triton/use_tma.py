@@ -35,9 +35,9 @@ class UseTMA(Pass):
 
 
 def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
-    if not isinstance(op, tile.Load) or kernel.visits_all_tiles or not describable(kernel, op):
+    if not isinstance(op, tile.Load) or kernel.traits.visits_all_tiles or not describable(kernel, op):
         return op
-    cached = kernel.reads_cache and op.src.tensor in (*CACHED, *SCALES.values())
+    cached = kernel.traits.reads_cache and op.src.tensor in (*CACHED, *SCALES.values())
     by_rows = kernel.pack_gqa and not cached  # rows of several heads have no common start
     if by_rows or (op.pages and not has_tiles(module)) or in_parts(kernel, op.src.tensor):
         return op

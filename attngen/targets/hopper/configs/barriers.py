@@ -77,7 +77,7 @@ def named_barriers_per_stage(kernel: Kernel, pipeline: str) -> int:
     if isinstance(of, pipe.Pipeline) and of.exchange:
         return EXCHANGING
     if pipeline in stored:
-        return 0 if stored[pipeline] else kernel.sharing_warp_group.instances
+        return 0 if stored[pipeline] else kernel.traits.sharing_warp_group.instances
     return int(is_reused(kernel, pipeline) and not release_arrivals(kernel, pipeline))
 
 

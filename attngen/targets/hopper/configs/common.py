@@ -24,7 +24,7 @@ def infeasible_in_any_family(module: Module, kernel: Kernel) -> str:
     if (wide := max(module.head_dim_qk, module.head_dim_v)) > WIDEST_ACC and not module.rope:
         too_wide = f"an accumulator of more than {WIDEST_ACC} columns takes all registers of a consumer"
         return f"its head_dim is {wide}, and {too_wide}"
-    if kernel.of_entropy:
+    if kernel.traits.of_entropy:
         return "it computes entropies of queries, or gradients from these (`outputs`)"
     if not any(config.elem_bytes == 2 for config in module.configs(FORWARD)):
         return "no dtype of the spec has 16 bits"
@@ -75,7 +75,7 @@ def is_row_vector(kernel: Kernel, op: Op) -> bool:
         or op.type.dtype not in ("f32", "i32")
     ):
         return False
-    return op.other == 0 and not kernel.only_known(op)
+    return op.other == 0 and not kernel.traits.only_known(op)
 
 
 def smem_limit(programs: int) -> int:

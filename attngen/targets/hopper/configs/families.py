@@ -41,7 +41,7 @@ def with_jvp(module: Module, change: Change) -> Module:
 
 def with_chunks(module: Module, change: Change) -> Module:
     """Change the warp-specialized kernels that look up where chunks of a sequence lie."""
-    return replace(module, warp_specialized=tuple(change(k) if k.places else k for k in module.warp_specialized))
+    return replace(module, warp_specialized=tuple(change(k) if k.traits.places else k for k in module.warp_specialized))
 
 
 def _with(module: Module, portable: tuple[str, ...], change: Change) -> Module:

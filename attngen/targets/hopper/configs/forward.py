@@ -50,9 +50,9 @@ MOST_OPS = 16  # per score: those of the specs that were compiled, which do not 
 
 def infeasible(module: Module, kernel: Kernel) -> str:
     """Return why the forward cannot be warp-specialized, as the end of a sentence; empty text if it can."""
-    if kernel.name != FORWARD or kernel.visits_all_tiles or kernel.pack_gqa:
+    if kernel.name != FORWARD or kernel.traits.visits_all_tiles or kernel.pack_gqa:
         return "its programs own no tile of queries (`order: kv_outer`)"
-    if kernel.rotates:
+    if kernel.traits.rotates:
         return "its keys come from two tensors (`kv: {latent: ...}`)"
     if module.blocks and module.blocks.size < ROWS:
         return f"its mask lists blocks of {module.blocks.size} queries, and a consumer has {ROWS}"
@@ -71,7 +71,7 @@ def not_preferred(module: Module) -> str:
     kernel, wide = module.kernel(FORWARD), max(module.head_dim_qk, module.head_dim_v)
     if why := infeasible(module, kernel):
         return why
-    bare = not kernel.reads_pairs and is_plain(module, kernel)
+    bare = not kernel.traits.reads_pairs and is_plain(module, kernel)
     if module.dropout and not (NARROW < wide <= MEDIUM and is_balanced(kernel) and bare):
         return "with dropout and such heads, mask and modifiers the portable kernel is about as fast"
     fast = uses_three_consumers(module, kernel) or allows_two_ctas(module) or _looks_up_scores(module, kernel)
@@ -90,7 +90,7 @@ def _looks_up_scores(module: Module, kernel: Kernel) -> bool:
     Then two consumers are 2.4 to 7 times as fast as the portable kernel (docs/perf-log.md, section 30). The portable
     kernel is faster at reading a tensor with a number per score.
     """
-    return kernel.looks_up and not module.dropout and is_plain(module, kernel)
+    return kernel.traits.looks_up and not module.dropout and is_plain(module, kernel)
 
 
 def _is_crowded(module: Module, kernel: Kernel) -> bool:
@@ -100,10 +100,10 @@ def _is_crowded(module: Module, kernel: Kernel) -> bool:
     Those loads are booleans per key; or numbers per query, together with numbers per score or, if head_dim of V is more
     than 128, with a modifier that depends on positions.
     """
-    read = [op for op in only(kernel.ops(), tile.Gather, tile.Load) if not kernel.only_known(op)]
+    read = [op for op in only(kernel.ops(), tile.Gather, tile.Load) if not kernel.traits.only_known(op)]
     booleans = any(op.type.dims == ("BLOCK_KV",) and op.type.dtype == "b1" for op in read)
     of_queries = any(op.type.dims == ("BLOCK_Q",) for op in read)
-    more = kernel.reads_pairs or (module.head_dim_v > MEDIUM and has_positional_modifier(kernel))
+    more = kernel.traits.reads_pairs or (module.head_dim_v > MEDIUM and has_positional_modifier(kernel))
     return bool(module.blocks and module.blocks.data) and (booleans or (of_queries and more))
 
 
@@ -154,7 +154,7 @@ def candidates(module: Module) -> tuple[Config, ...]:
 
 def _most_keys(module: Module) -> int:
     """The largest BLOCK_KV that attngen chooses."""
-    loads_scores = any(only(module.kernel(FORWARD).of_pairs, tile.Load))
+    loads_scores = any(only(module.kernel(FORWARD).traits.of_pairs, tile.Load))
     return MOST_KEYS_WITH_SCORE_LOADS if loads_scores else max(BLOCK_KV)
 
 

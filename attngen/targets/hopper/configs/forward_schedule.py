@@ -72,7 +72,7 @@ def is_plain(module: Module, kernel: Kernel) -> bool:
 
 def is_light(module: Module, kernel: Kernel) -> bool:
     """True if masks and modifiers do so little that a consumer needs a third of the registers; never with dropout."""
-    few = not (module.dropout or kernel.reads_pairs) and ops_per_score(kernel) <= MOST_OPS_OF_THREE
+    few = not (module.dropout or kernel.traits.reads_pairs) and ops_per_score(kernel) <= MOST_OPS_OF_THREE
     return few and is_plain(module, kernel)
 
 
@@ -102,7 +102,7 @@ def allows_two_ctas(module: Module) -> bool:
     """
     kernel = module.kernel(FORWARD)
     with_loads = _loads_rows_and_keys(kernel) and ops_per_score(kernel) > MOST_OPS_WITH_LOADS
-    heavy = module.dropout or kernel.reads_pairs or with_loads
+    heavy = module.dropout or kernel.traits.reads_pairs or with_loads
     return is_narrow(module) and not heavy and not (module.blocks and module.blocks.size < TWO_CTAS_ROWS)
 
 
@@ -157,7 +157,7 @@ def output_stage_width(module: Module, config: Config, q_stages: int) -> int:
 def keeps_column_bias(module: Module, kernel: Kernel) -> bool:
     """True if a consumer has registers for one number per column that stays the same in all tiles. Other kernels
     spilled when they kept it."""
-    consumer = kernel.sharing_warp_group
+    consumer = kernel.traits.sharing_warp_group
     light = ops_per_score(kernel) <= LIGHT_OPS and max(module.head_dim_qk, module.head_dim_v) <= MEDIUM
     return light and consumer.registers == REGISTERS[FULL_REGISTERS][0]
 
@@ -190,7 +190,7 @@ def persistent_q_stages(module: Module, config: Config) -> int:
     (see attngen/targets/common/unset.py).
     """
     kernel = module.kernel(FORWARD)
-    if kernel.reads_pairs:
+    if kernel.traits.reads_pairs:
         return 0  # it would spill: the values from which addresses of data are computed are live during all products
     two_loops = ctas_per_sm(module, config) > 1 and len(kernel.loops) > 1
     separate = two_loops and not can_skip_masked_tiles(module, config)

@@ -41,9 +41,9 @@ def infeasible(module: Module) -> str:
 
 def _not_loadable_by_tma(kernel: Kernel) -> str:
     """Return why TMA cannot load the numbers that are read per score; empty text if it can, or if there are none."""
-    if any(only(kernel.of_pairs, tile.Gather)):
+    if any(only(kernel.traits.of_pairs, tile.Gather)):
         return "a number is looked up for each score"
-    if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in kernel.of_pairs):
+    if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in kernel.traits.of_pairs):
         return "what is read for each score is no tensor [B, Hq, Nq, Nk] of the element type"
     return ""
 
@@ -60,7 +60,7 @@ def not_preferred(module: Module) -> str:
     if is_wide(module) and (why := _spills_if_wide(module, kernel)):
         return f"with head_dims of {WIDE[0]} and {WIDE[1]} and {why} registers spill"
     sloped = {"dscore", "p_steep"} & set(kernel.graph)  # a modifier's slope is live together with the weights
-    if kernel.reads_pairs and sloped and module.head_dim_v > NARROW:
+    if kernel.traits.reads_pairs and sloped and module.head_dim_v > NARROW:
         return (
             f"with a head_dim of more than {NARROW}, a number for each score and a modifier that bends scores "
             "registers spill"
@@ -79,7 +79,7 @@ def not_preferred(module: Module) -> str:
 def _spills_if_wide(module: Module, kernel: Kernel) -> str:
     """Return the feature that leaves too few registers to the accumulators of wide heads, as a noun; empty text if none
     does."""
-    if kernel.has_dropout:
+    if kernel.traits.has_dropout:
         return "dropout"
     if module.meaning.score != symbol("s"):
         return "a modifier of scores"
@@ -107,7 +107,7 @@ def config(
     """Return the kernel's config, for any number of keys."""
     kernel = module.kernel(FUSED)
     many_ops = ops_per_score(kernel) > MOST_OPS_OF_LONG_TILES
-    crowded = module.dropout or many_ops or _numbers_per_query(kernel) > 0 or kernel.reads_pairs
+    crowded = module.dropout or many_ops or _numbers_per_query(kernel) > 0 or kernel.traits.reads_pairs
     queries = ROWS if crowded else next(rows for columns, rows in QUERIES.items() if module.head_dim_v <= columns)
     return Config(
         DEVICE, 2, None, block_q or queries, block_kv or INSTANCES * ROWS, 4, stages or STAGES, tma=True, backend=NAME
@@ -132,10 +132,10 @@ def is_wide(module: Module) -> bool:
 def can_be_persistent(module: Module, kernel: Kernel) -> bool:
     """True if programs fetch one tile after another. They do if they process one query head (docs/perf-log.md, section
     31), except with wide heads, which spill."""
-    return not (is_wide(module) or kernel.takes_heads)
+    return not (is_wide(module) or kernel.traits.takes_heads)
 
 
 def is_signed(module: Module, kernel: Kernel) -> bool:
     """True if the sign of a weight stores whether dropout keeps it. Registers do not hold weights and a separate mask,
     nor weights and dropout bits."""
-    return kernel.name == FUSED and kernel.has_dropout and module.head_dim_v > NARROW
+    return kernel.name == FUSED and kernel.traits.has_dropout and module.head_dim_v > NARROW

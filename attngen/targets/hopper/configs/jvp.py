@@ -36,7 +36,7 @@ def not_preferred(module: Module) -> str:
     if module.dropout:
         return "with dropout registers may spill"
     kernel = module.kernel(JVP)
-    if kernel.reads_pairs and module.head_dim_v > NARROW:
+    if kernel.traits.reads_pairs and module.head_dim_v > NARROW:
         return f"with a head_dim of more than {NARROW} and a number for each score registers may spill"
     if (ops := ops_per_score(kernel)) > MOST_OPS:
         return (
@@ -74,5 +74,5 @@ def _is_crowded(module: Module) -> bool:
     kernel = module.kernel(JVP)
     of_keys = (op for op in only(kernel.ops(), tile.Gather, tile.Load) if op.type.dims == ("BLOCK_KV",))
     heavy_mask = ops_per_score(kernel) > MOST_OPS_OF_LONG_TILES
-    much = module.meaning.score != symbol("s") or kernel.reads_pairs or heavy_mask
+    much = module.meaning.score != symbol("s") or kernel.traits.reads_pairs or heavy_mask
     return much or not all(is_row_vector(kernel, op) for op in of_keys)

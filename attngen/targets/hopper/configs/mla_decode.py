@@ -28,7 +28,7 @@ def is_mla_decode(kernel: Kernel) -> bool:
 def infeasible(module: Module) -> str:
     """Return why the decode kernel cannot be warp-specialized, as the end of a sentence; empty text if it can."""
     kernel, cache = module.kernel(DECODE), module.cache
-    if not kernel.rotates or cache is None:
+    if not kernel.traits.rotates or cache is None:
         return "its keys are no latents"
     if (module.head_dim_v, module.rope) != (LATENT, ROPE):
         return (

@@ -25,11 +25,11 @@ def infeasible(name: str, module: Module) -> str:
         return f"its head_dims are {head_dims[0]} and {head_dims[1]}; expected {HEAD_DIM}"
     if module.blocks and module.blocks.size < PROGRAM_ROWS:
         return f"its mask lists blocks of {module.blocks.size} rows, and a program has {PROGRAM_ROWS}"
-    if kernel.writes - OUTPUTS[name]:
-        return f"it writes {', '.join(sorted(kernel.writes - OUTPUTS[name]))}, too"
-    if kernel.of_pairs:
+    if kernel.traits.writes - OUTPUTS[name]:
+        return f"it writes {', '.join(sorted(kernel.traits.writes - OUTPUTS[name]))}, too"
+    if kernel.traits.of_pairs:
         return "a number is read for each score"
-    if kernel.of_heads and any(_differs(op) for op in kernel.block(kernel.of_heads.body).ops):
+    if kernel.traits.of_heads and any(_differs(op) for op in kernel.block(kernel.traits.of_heads.body).ops):
         return "what it reads or runs over differs among the query heads of a group"
     return infeasible_in_any_family(module, kernel)
 
@@ -68,7 +68,7 @@ def computes_dp(kernel: Kernel) -> bool:
 def is_pipelined_as_forward(kernel: Kernel) -> bool:
     """True if a tile's weights are computed while the product of the previous tile runs, as in the forward. The kernel
     of dV does so if it has one head."""
-    return kernel.stands_for == DV_KERNEL and not kernel.takes_heads
+    return kernel.stands_for == DV_KERNEL and not kernel.traits.takes_heads
 
 
 def config(

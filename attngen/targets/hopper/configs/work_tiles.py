@@ -17,17 +17,17 @@ def tile_scalars(kernel: Kernel) -> list[str]:
         for block in kernel.blocks
         if block.name != tile
         for op in block.ops
-        for name in (*op.operands(), *kernel.scalars_of(op))
+        for name in (*op.operands(), *kernel.traits.scalars_of(op))
     }
-    ops = [op for op in kernel.block(tile).ops if op.name in read and not kernel.only_known(op)] if tile else []
+    ops = [op for op in kernel.block(tile).ops if op.name in read and not kernel.traits.only_known(op)] if tile else []
     return [op.name for op in ops if not op.results()[""].dims and op.results()[""].dtype == "i32"]
 
 
 def tile_coordinates(kernel: Kernel) -> list[str]:
     """The variables that say where a program's tile is, and whether its head is reversed within its group. The first is
     never negative."""
-    axes = [first_row(axis.var, kernel.places) if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
-    axes[1:1] = [f"{kernel.grid[0].var}_start"] if kernel.places else []
+    axes = [first_row(axis.var, kernel.traits.places) if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
+    axes[1:1] = [f"{kernel.grid[0].var}_start"] if kernel.traits.places else []
     # among the KV splits of all sequences, the first one of the tile's
     split = [SPLIT_SYMBOLS[-1]] if kernel.kv_split else []
     return [*axes, *split, *([REVERSED_GROUP] if kernel.grid[0].reversed_group else [])]

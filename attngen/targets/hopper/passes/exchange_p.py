@@ -259,7 +259,7 @@ class _Side:
         yield from (
             pipe.ConsumerRelease(f"_release_{name}", name)
             for name in self._read_once()
-            if not self.kernel.zeroes_past_end(tiles[name]) and name not in self._halves()
+            if not self.kernel.traits.zeroes_past_end(tiles[name]) and name not in self._halves()
         )
 
     def _halves(self) -> list[str]:

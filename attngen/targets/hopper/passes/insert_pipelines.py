@@ -127,7 +127,7 @@ def _has_one_stage(kernel: Kernel, load: tile.Load) -> bool:
 
     The tile is released early in an iteration, and there is room for only one stage of it.
     """
-    readers = [op for op in kernel.dots if load.name in (op.a, op.b)]
+    readers = [op for op in kernel.traits.dots if load.name in (op.a, op.b)]
     return computes_dp(kernel) and len(readers) == 1
 
 

@@ -143,7 +143,7 @@ def _pin(kernel: Kernel) -> Kernel:
 def _is_of_exchanged_p(kernel: Kernel, op: pipe.WgmmaWait) -> bool:
     """True if the wait is for a product whose operand P another warp group has computed."""
     issue = kernel.op(op.value)
-    wait = kernel.wait_of(issue.a) if isinstance(issue, pipe.Wgmma) else None
+    wait = kernel.traits.wait_of(issue.a) if isinstance(issue, pipe.Wgmma) else None
     pipeline = kernel.op(wait.pipeline) if wait else None
     return isinstance(pipeline, pipe.Pipeline) and pipeline.exchange
 
@@ -161,7 +161,7 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
         if not isinstance(op, tile.OrderedAdd) and len(kernel.type_of(op.value).dims) == 2
     ]
     fits = outputs_fit_q_stage(module)
-    reused = _reused_stages(kernel) if kernel.adds_in_order or (fits and not kernel.is_persistent) else {}
+    reused = _reused_stages(kernel) if kernel.traits.adds_in_order or (fits and not kernel.traits.is_persistent) else {}
     names = {op.name: reused.get(op.dst.tensor, f"{op.dst.tensor}_pipeline") for op in stores}
     made = (op for op in stores if op.dst.tensor not in reused)
     pipelines = tuple(
@@ -175,7 +175,7 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
     used = [op.semaphore for op in accumulations if op.ends and op.semaphore]
     pointers = [tile.Base(f"{of.tensor}_pair", Access(of.tensor, of.index[:-1]), Type("ptr", (), "reg")) for of in used]
     semaphores = [Access(pointer.name, of.index[-1:]) for pointer, of in zip(pointers, used)]
-    recompute = kernel.is_persistent and bool(kernel.places) and not kernel.adds_in_order
+    recompute = kernel.traits.is_persistent and bool(kernel.traits.places) and not kernel.traits.adds_in_order
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if not isinstance(op, tile.Store) or op.name not in names:
@@ -247,7 +247,7 @@ def _with_head_pointers(kernel: Kernel) -> Kernel:
         home = kernel.block_of(op).name
         side = home.removeprefix("consume")
         name = f"{access.tensor}_head{side if is_mla_decode(kernel) else ''}"
-        homes[name] = home if is_mla_decode(kernel) else "consume" if kernel.is_persistent else "consumer"
+        homes[name] = home if is_mla_decode(kernel) else "consume" if kernel.traits.is_persistent else "consumer"
         rows = tuple(i for i in access.index if axis_of(i))
         made[name] = tile.Base(
             name, Access(access.tensor, tuple(i for i in access.index if not axis_of(i))), Type("ptr", (), "reg")

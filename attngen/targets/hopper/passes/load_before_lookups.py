@@ -31,7 +31,7 @@ class LoadBeforeLookups(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_chunks(module, lambda kernel: kernel if kernel.is_persistent else _loading_early(kernel))
+        return with_chunks(module, lambda kernel: kernel if kernel.traits.is_persistent else _loading_early(kernel))
 
 
 def _loading_early(kernel: Kernel) -> Kernel:

@@ -118,7 +118,7 @@ def _make_persistent(kernel: Kernel, change: Callable[[pipe.Pipeline], pipe.Pipe
         for op in only(entry.ops, tile.Arg, pipe.Pipeline)
     ]
     # Too few named barriers are left in these kernels.
-    by_mbarrier = kernel.adds_in_order or is_mla_decode(kernel)
+    by_mbarrier = kernel.traits.adds_in_order or is_mla_decode(kernel)
     work = pipe.Pipeline(WORK, Type("i32", (), "sram"), sympy.Integer(WORK_STAGES), mbarrier_release=by_mbarrier)
     tails = [op for warp_group in kernel.warp_groups for op in only(warp_group.ops, pipe.ProducerTail)]
     at_end = [
@@ -154,7 +154,7 @@ def _with_releases(kernel: Kernel, warp_group: Block, once: dict[str, str]) -> I
     staging = [
         name
         for pipeline, name in once.items()
-        if kernel.adds_in_order and isinstance(op := kernel.op(pipeline), pipe.Pipeline) and op.per_instance
+        if kernel.traits.adds_in_order and isinstance(op := kernel.op(pipeline), pipe.Pipeline) and op.per_instance
     ]
     for op in warp_group.ops:
         yield op

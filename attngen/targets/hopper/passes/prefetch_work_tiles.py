@@ -45,7 +45,7 @@ class PrefetchWorkTiles(Pass):
 
 def _prefetching(kernel: Kernel) -> Kernel:
     work = next((op for op in only(kernel.ops(), pipe.WorkLoop) if op.fetches), None)
-    if work is None or kernel.adds_in_order or kernel.kv_split:
+    if work is None or kernel.traits.adds_in_order or kernel.kv_split:
         return kernel
     kernel = kernel.rewrite(lambda block, op: _in_two(op) if block == work.body else [op])
     loops = list(only(kernel.block(work.body).ops, tile.Loop))

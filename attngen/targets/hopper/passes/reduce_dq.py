@@ -88,7 +88,7 @@ def _reduce(module: Module, kernel: Kernel) -> Kernel:
     buffer = replace(product.type, space="sram")
     cast, ds_all = f"{product.a}_cast", f"{product.a}_all"
     one_stage = is_wide(module)
-    stages = 1 if one_stage or (kernel.reads_pairs and module.head_dim_v > NARROW) else DQ_STAGES
+    stages = 1 if one_stage or (kernel.traits.reads_pairs and module.head_dim_v > NARROW) else DQ_STAGES
     dq = pipe.Pipeline("dQ_pipeline", buffer, sympy.Integer(stages), columns=piece_of(module.head_dim_qk) // INSTANCES)
     pipelines = (pipe.Pipeline("dS_pipeline", whole, symbol("num_stages")), dq)
     order = order_ops(kernel, add)

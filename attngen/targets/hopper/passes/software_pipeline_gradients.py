@@ -89,7 +89,9 @@ def merge_loops(kernel: Kernel, order: Callable[[tuple[Op, ...]], Iterable[Op]],
     loops = [list(only(warp_group.ops, tile.Loop)) for warp_group in kernel.warp_groups]
     visited = whole_range([pair for loop in loops[0] for pair in loop.ranges])
     ordered = visited is not None and (
-        not kernel.adds_in_order or loops[0][0].listed is not None or any(differs(kernel, end) for end in visited)
+        not kernel.traits.adds_in_order
+        or loops[0][0].listed is not None
+        or any(differs(kernel, end) for end in visited)
     )
     merged = {
         same[0].name: replace(as_pipelined_loop(same), in_order=ordered, recompute=recompute and bool(same[0].carry))

@@ -66,7 +66,7 @@ def _add(kernel: Kernel) -> tile.OrderedAdd:
 
 def _sums(kernel: Kernel, add: tile.OrderedAdd) -> pipe.Pipeline:
     """The pipeline of the tiles that the dQ reduction warps add."""
-    wait = kernel.wait_of(add.value)
+    wait = kernel.traits.wait_of(add.value)
     assert wait is not None
     pipeline = kernel.op(wait.pipeline)
     assert isinstance(pipeline, pipe.Pipeline)

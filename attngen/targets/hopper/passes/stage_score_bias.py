@@ -44,7 +44,7 @@ class StageScoreBias(Pass):
 
 def _through_pipelines(kernel: Kernel, inputs: dict[str, str]) -> Kernel:
     """inputs: tensor of gradients per score -> the tensor whose gradients they are."""
-    loads = list(only(kernel.of_pairs, tile.Load))
+    loads = list(only(kernel.traits.of_pairs, tile.Load))
     if not loads:
         return kernel
     pipelines = {op.src.tensor: _pipeline(op) for op in loads}

@@ -119,7 +119,7 @@ def _padded(module: Module, kernel: Kernel) -> Kernel:
 
 def _merge_head_loop(kernel: Kernel) -> Kernel:
     """Merge a loop over heads into the loops over tiles that it surrounds."""
-    if (loop := kernel.of_heads) is None:
+    if (loop := kernel.traits.of_heads) is None:
         return kernel
     group = kernel.block(loop.body).ops
     starts = dict(loop.carry)
@@ -140,7 +140,7 @@ def _warp_specialized(kernel: Kernel, instances: int, ctas: int) -> Kernel:
         Block("producer", (), warp_group=WarpGroup(1, 1, producer)),
         Block("consumer", rest, warp_group=WarpGroup(instances, 4, consumer, ROWS)),
     )
-    if kernel.adds_in_order:
+    if kernel.traits.adds_in_order:
         warp_groups += (Block("dq_reducer", (), warp_group=WarpGroup(1, 1, DQ_REDUCER_REGISTERS)),)
     shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")

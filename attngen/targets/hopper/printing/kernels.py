@@ -47,7 +47,7 @@ def context(module: Module) -> dict[str, Any]:
         "of_keys": [
             f"`{kernel.name}`"
             for kernel in module.warp_specialized
-            if kernel.program_axis == "kv" and not kernel.adds_in_order
+            if kernel.program_axis == "kv" and not kernel.traits.adds_in_order
         ],
         "partial_sums": any(partial),
         "row_sums": not all(partial),

@@ -142,7 +142,7 @@ class LoopContext(SoftmaxContext):
         """A bound for the rows of an instance. If calls have chunks of a sequence, it is a tile of the whole sequence,
         and the result its position among those of the call."""
         text = self._of_instance(e)
-        if not self.kernel.places:
+        if not self.kernel.traits.places:
             return text
         axis = self.kernel.loop_axis
         return f"_tile_of_call({START_RANKS[axis][0]}, {text}, {AXIS_DIM[axis]}{self.lookup_options})"
@@ -380,7 +380,7 @@ class LoopContext(SoftmaxContext):
         """The expression of the map that a bound names, or whose result's position it names; other bounds stay as they
         are."""
         made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
-        if isinstance(made, tile.ListPosition) and self.kernel.places:
+        if isinstance(made, tile.ListPosition) and self.kernel.traits.places:
             return self._made(made.tile)
         return made.expr if isinstance(made, tile.Map) else bound
 
@@ -396,7 +396,9 @@ class LoopContext(SoftmaxContext):
             return None
         _, own, _ = parts = self._differing(op)
         always = bool(self._where(op) & self._names_of_loop(self.block(op.step, "full")))
-        if not own or (always and (self.kernel.reads_pairs or op.listed or len(op.partial) > 1 or len(op.full) > 1)):
+        if not own or (
+            always and (self.kernel.traits.reads_pairs or op.listed or len(op.partial) > 1 or len(op.full) > 1)
+        ):
             return None
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"
         places = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]

@@ -177,8 +177,8 @@ class PipelineContext(ShapeContext):
         assert isinstance(tensor, tile.Arg)
         first = self._metadata_of(tiles, cls)[0]
         start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)
-        at, extent = self.kernel.first_row(op.src, -1, self.loop), AXIS_EXTENT[self.loop]
-        left = self.kernel.extent(self.loop) if at == self.row(self.loop) else extent
+        at, extent = self.kernel.traits.first_row(op.src, -1, self.loop), AXIS_EXTENT[self.loop]
+        left = self.kernel.traits.extent(self.loop) if at == self.row(self.loop) else extent
         row = {"start": f"{start} + {at}", "left": f"{left} - {at}", "into": self._short(op.pipeline)}
         return {"pipeline": self._short(tiles), "row": row, "waits": first == op.pipeline, **self._stage(tiles)}
 
@@ -286,7 +286,7 @@ class PipelineContext(ShapeContext):
         """The coordinates of a tile's first element; `moved` is added to its row, for a part of the tile."""
         moving = self.own if set(access.axes()) == {self.own, self.loop} else access.axes()[0]
         starts = {
-            axis: f"{self.kernel.first_row(access, at, axis)}{moved if axis == moving else ''}"
+            axis: f"{self.kernel.traits.first_row(access, at, axis)}{moved if axis == moving else ''}"
             for at, axis in enumerate(map(str, access.index))
             if axis in (self.own, self.loop)
         }
@@ -315,7 +315,9 @@ class PipelineContext(ShapeContext):
             return {**text, "stored": self._stored_pieces(op), "index": one, "waits": True}
         if self.shared[op.pipeline]:
             place = (
-                f"_WARP_GROUP + {self.kernel.sharing_warp_group.instances} * {one}" if text["stage"] else "_WARP_GROUP"
+                f"_WARP_GROUP + {self.kernel.traits.sharing_warp_group.instances} * {one}"
+                if text["stage"]
+                else "_WARP_GROUP"
             )
             shape = ", ".join(self._dims(value.dims))
             tile = f"{text['pipeline']}_smem.index({place}).reshape([{shape}])"
@@ -346,7 +348,7 @@ class PipelineContext(ShapeContext):
         short, stages, instances = (
             self._short(name),
             self._stages(self.pipelines[name]),
-            self.kernel.sharing_warp_group.instances,
+            self.kernel.traits.sharing_warp_group.instances,
         )
         stage, each = (
             "" if stages == "1" else f"{self._counter(name)}_stage",
@@ -365,7 +367,7 @@ class PipelineContext(ShapeContext):
             **text,
             "handed_over": self.shared[name],
             "advances": bool(stage) and name not in self.leaders,
-            "round_robin": name in self.kernel.round_robin,
+            "round_robin": name in self.kernel.traits.round_robin,
         }
 
     @handles(pipe.Rematerialize)
@@ -387,7 +389,7 @@ class PipelineContext(ShapeContext):
 
     @handles(pipe.LocalLoad)
     def _local_load(self, op: pipe.LocalLoad, cls: str) -> dict[str, Any]:
-        wait = self.kernel.wait_of(op.value)
+        wait = self.kernel.traits.wait_of(op.value)
         if wait and self._is_of_rows(wait.pipeline):
             return {
                 "var": self.var(op.name),

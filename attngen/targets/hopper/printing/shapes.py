@@ -47,7 +47,7 @@ class ShapeContext(ExchangeContext):
 
     def _tiles_of(self, pipeline: pipe.Pipeline) -> int:
         """Buffers of a tile that the copy engine reads: one per consumer instance, or one per piece."""
-        return pieces(self.module, pipeline) if pipeline.columns else self.kernel.sharing_warp_group.instances
+        return pieces(self.module, pipeline) if pipeline.columns else self.kernel.traits.sharing_warp_group.instances
 
     def _times(self, pipeline: pipe.Pipeline, count: str) -> str:
         """The number of buffers that `count` tiles of a pipeline take: a tile has one buffer per piece."""
@@ -74,7 +74,7 @@ class ShapeContext(ExchangeContext):
     def _columns(self, dim: str) -> int:
         """Columns of a tile of dQ sums, or of the part that one consumer instance has."""
         return self.module.head_dim_qk // (
-            self.kernel.sharing_warp_group.instances if dim == pipe.SLICE_DIM["D_QK"] else 1
+            self.kernel.traits.sharing_warp_group.instances if dim == pipe.SLICE_DIM["D_QK"] else 1
         )
 
     def _widths(self, type_: Type) -> list[int]:
@@ -101,7 +101,7 @@ class ShapeContext(ExchangeContext):
 
     def _tile_vars(self, ref: str) -> list[str]:
         """The variables of a tile in shared memory: one per piece."""
-        wait, var = self.kernel.wait_of(ref), self.var(ref)
+        wait, var = self.kernel.traits.wait_of(ref), self.var(ref)
         n = pieces(self.module, self.pipelines[wait.pipeline]) if wait else 1
         return [f"{var}_{i}" for i in range(n)] if n > 1 else [var]
 

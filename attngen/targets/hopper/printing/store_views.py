@@ -41,7 +41,7 @@ class StoreContext(TileStartContext):
         assert op.semaphore is not None and op.order is not None
         start, ahead, rows = self.row(self.loop), self._next_start(), AXIS_DIM[self.loop]
         least = f"gl.maximum({ahead}, 0)" if self.reversed_group else ahead
-        clamped = f"gl.minimum({least}, {self.kernel.extent(self.loop)} - 1)"
+        clamped = f"gl.minimum({least}, {self.kernel.traits.extent(self.loop)} - 1)"
         counter = self._counter_of(op.semaphore)
         further = (
             f"{start} + gl.where({REVERSED_GROUP} > 0, -{rows}, {rows})" if self.reversed_group else f"{start} + {rows}"
@@ -97,7 +97,7 @@ class StoreContext(TileStartContext):
     def _has_rows(self, op: pipe.SemaphoreAcquire | pipe.SemaphoreRelease) -> str:
         """The condition that an instance has rows of the program's tile; empty if the semaphore is another tile's."""
         start = self.row(self.own)
-        return f"{start} < {self.kernel.extent(self.own)}" if symbol(start) in op.semaphore.index else ""
+        return f"{start} < {self.kernel.traits.extent(self.own)}" if symbol(start) in op.semaphore.index else ""
 
     @handles(pipe.TmaStoreWait)
     def _tma_store_wait(self, op: pipe.TmaStoreWait, cls: str) -> dict[str, Any]:
@@ -144,6 +144,6 @@ class StoreContext(TileStartContext):
         """The comment on the wait for the store before this one through the same stage; empty if there is none."""
         same = [o for o in only(self.kernel.ops(), pipe.TmaStore) if o.staging == op.staging]
         flushed = any(only(self.kernel.block_of(op).ops, pipe.TmaStoreWait))
-        if self.kernel.is_persistent and not flushed:
+        if self.kernel.traits.is_persistent and not flushed:
             return "the previous tile's outputs have left the stage"
         return "the previous output has left the stage" if same.index(op) else ""

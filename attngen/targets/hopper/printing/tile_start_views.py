@@ -26,7 +26,7 @@ class TileStartContext(PipelineContext):
     @property
     def lookup_options(self) -> str:
         """`NC=True` if the kernel waits for semaphores, which drops what ordinary loads leave in the L1 cache."""
-        return ", NC=True" if self.kernel.adds_in_order else ""
+        return ", NC=True" if self.kernel.traits.adds_in_order else ""
 
     @handles(pipe.WriteTileStart)
     def _write_tile_start(self, op: pipe.WriteTileStart, cls: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class WarpGroupContext(WgmmaContext):
         In a persistent kernel it is the tile with the number `pid`.
         """
         lines: list[str] = gluon(self._prologue(set())[0])
-        if not self.kernel.is_persistent:
+        if not self.kernel.traits.is_persistent:
             return lines
         return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
 
@@ -57,7 +57,7 @@ class WarpGroupContext(WgmmaContext):
             f"{pipeline}_{suffix}" for pipeline in _pipelines_in(nodes) for suffix in ("smem", "full", "empty", "stage")
         }
         prologue = [*(self._positions(words) if block.warp_group.rows else []), *self._counters(block, words)]
-        prologue += [] if self.kernel.is_persistent or not block.warp_group.rows else self._own_rows(words)
+        prologue += [] if self.kernel.traits.is_persistent or not block.warp_group.rows else self._own_rows(words)
         of_tile = self._tile_function(work, known, params) if work else None
         if work:
             self._place_tiles(work, [] if of_tile else known, block, words, params)
@@ -75,7 +75,7 @@ class WarpGroupContext(WgmmaContext):
                 *["empty"] * (pipeline.emptied or pipeline.mbarrier_release > 0),
             )
         ]
-        persistent, early = self.kernel.is_persistent, self._loaded_early()
+        persistent, early = self.kernel.traits.is_persistent, self._loaded_early()
         given = [
             *(name for name in params if name not in early),
             *entry,
@@ -161,8 +161,8 @@ class WarpGroupContext(WgmmaContext):
         start = [f"{self._next_start()}, _order_seen = -1, 0"] if self._polls_ahead(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "reload_tile"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), self._index_count()
-        first = _read_by(rows, before) if self.kernel.places else rows
-        before |= {word for line in first for word in re.findall(r"\w+", line)} if self.kernel.places else set()
+        first = _read_by(rows, before) if self.kernel.traits.places else rows
+        before |= {word for line in first for word in re.findall(r"\w+", line)} if self.kernel.traits.places else set()
         numbers = list(enumerate(work.text["numbers"]))
         work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
         used = names_in([*of_tile, *(node for node in body if node.kind != "prefetch_tile")]) | set(
@@ -266,7 +266,7 @@ class WarpGroupContext(WgmmaContext):
                 )
         return (
             lines
-            if self.kernel.is_persistent or not self._polls_ahead(block)
+            if self.kernel.traits.is_persistent or not self._polls_ahead(block)
             else [*lines, f"{self._next_start()}, _order_seen = -1, 0"]
         )
 
@@ -300,7 +300,7 @@ class WarpGroupContext(WgmmaContext):
             "fetches": op.fetches,
             "launches_dependents": self.kernel.launches_dependents,
             # A tile waits for programs that started earlier, so programs fetch a tile when they start it.
-            "waits": self.kernel.adds_in_order,
+            "waits": self.kernel.traits.adds_in_order,
             "warps": self._warps(op),
             "place": place,
             "call": {},
@@ -316,7 +316,9 @@ class WarpGroupContext(WgmmaContext):
     def _index_count(self) -> int:
         """The number of coordinates among the integers that the scheduler passes for a tile."""
         return (
-            len(tile_coordinates(self.kernel)) if self.kernel.kv_split else len(self.kernel.grid) + self.kernel.places
+            len(tile_coordinates(self.kernel))
+            if self.kernel.kv_split
+            else len(self.kernel.grid) + self.kernel.traits.places
         )
 
     @handles(pipe.ReloadTile)

@@ -29,7 +29,7 @@ def faults(module: Module, kernel: Kernel, config: Config, report: CompileReport
     predicted, limit = sram_bytes(module, kernel, config), smem_limit(kernel.ctas_per_sm)
     recomputes = any(op.recompute for op in only(kernel.ops(), pipe.PipelinedLoop))
     by_head = any(op.heads and not op.by_tile for op in only(kernel.ops(), pipe.PipelinedLoop))
-    nested = by_head or (kernel.is_persistent and kernel.adds_in_order)
+    nested = by_head or (kernel.traits.is_persistent and kernel.traits.adds_in_order)
     most = MOST_SPILLED_OUTSIDE if recomputes or nested or is_signed(module, kernel) else 0
     if report.spilled_bytes > most:
         yield f"spills {report.spilled_bytes:,} bytes; expected {f'{most} at most' if most else 'none'}"

@@ -104,7 +104,7 @@ def _widths(module: Module, kernel: Kernel) -> Iterator[str]:
                     f"{'padded' if padded else 'as it is'}"
                 )
     for op in pipelines(kernel):
-        if kernel.adds_in_order and op.columns != (expected := _columns_of_pieces(module, kernel, op)):
+        if kernel.traits.adds_in_order and op.columns != (expected := _columns_of_pieces(module, kernel, op)):
             found = f"pieces of {op.columns}" if op.columns else f"whole tiles of {qk}"
             yield f"%{op.name} has {found} columns; expected {f'columns({expected})' if expected else 'whole tiles'}"
         elif op.columns and not (is_power_of_two(op.columns) and 16 <= op.columns <= 256):
@@ -119,4 +119,4 @@ def _columns_of_pieces(module: Module, kernel: Kernel, pipeline: pipe.Pipeline) 
     """Columns of a pipeline's pieces in the fused backward, which stores accumulators in pieces as it does Q and K, and
     dQ in an instance's share of a piece; 0 for whole tiles."""
     piece = piece_of(module.head_dim_qk) if "D_QK" in pipeline.type.dims else 0
-    return piece // kernel.sharing_warp_group.instances if pipeline.name in stored_pipelines(kernel) else piece
+    return piece // kernel.traits.sharing_warp_group.instances if pipeline.name in stored_pipelines(kernel) else piece
