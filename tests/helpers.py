@@ -20,8 +20,7 @@ import torch
 from attngen.cache import fingerprint
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.ir import Config, Meaning, Module, Op, only, select, symbol, tile
-from attngen.ir.host import If
+from attngen.ir import Config, Meaning, Module, Op, launch, only, select, symbol, tile
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering import pipeline
@@ -164,7 +163,7 @@ def use_fused(module: Module) -> Module:
     def change(op: Op) -> list[Op]:
         if isinstance(op, tile.Map) and op.name == "_use_fused":
             return [replace(op, expr=select(asked(op.expr.args[0]), *op.expr.args[1:]))]
-        if isinstance(op, If) and op.then == "fused" and op.where.args[0] != symbol("_use_fused"):
+        if isinstance(op, launch.If) and op.then == "fused" and op.where.args[0] != symbol("_use_fused"):
             return [replace(op, where=asked(op.where))]
         return [op]
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.codegen.host import variable
-from attngen.ir.host import If
+from attngen.ir import launch, only
 from attngen.ir.names import OF_OUTPUTS, WRAPPER
 from tests.helpers import KINDS, built, spec, target
 
@@ -127,11 +127,7 @@ def test_inputs_cannot_have_the_wrappers_own_names(name: str) -> None:
         for ref in (op.name, *(f"{op.name}.{f}" for f in op.results()))
     }
     values |= {
-        f"{op.name}.{f}"
-        for host in target(name).hosts
-        for op in host.ops()
-        if isinstance(op, If)
-        for f in host.fields(op)
+        f"{op.name}.{f}" for host in target(name).hosts for op in only(host.ops(), launch.If) for f in host.fields(op)
     }
     found = {n for f in functions for n in f.__code__.co_varnames if n.islower() and not n.endswith("_strides")} - given
     found -= OF_OUTPUTS if len(made.outputs) > 1 else set()  # reserved only in such specs

@@ -17,8 +17,7 @@ from packaging.requirements import Requirement
 from attngen.builders import build_module
 from attngen.cli import main
 from attngen.errors import VerifyError
-from attngen.ir import pipe, tile
-from attngen.ir.host import HOST
+from attngen.ir import launch, pipe, tile
 from attngen.ir.printer import print_module
 from attngen.lowering import pipeline
 from attngen.lowering.pipeline import passes
@@ -106,7 +105,7 @@ def test_the_reference_of_the_ir_has_every_op_pass_and_rule() -> None:
     levels = list(ir_reference.ops().values())
     assert [entry.name for entry in levels[0]] == list(tile.TILE.own)
     assert [entry.name for entry in levels[1]] == list(pipe.PIPE.own)
-    assert [entry.name for entry in levels[2]] == list(HOST.own)
+    assert [entry.name for entry in levels[2]] == list(launch.HOST.own)
     of_chunks = {"load_tile_start", "write_tile_start", "read_tile_start", "prefetch_tile"}
     without_example = {"write_tile_index", "place", "classify_blocks"} | of_chunks
     assert {entry.name for level in levels for entry in level if not entry.example} <= without_example

@@ -15,8 +15,7 @@ from attngen.builders.host_input_gradients import NEED_INPUTS, sum_input_gradien
 from attngen.builders.positions import of_call, of_whole_type
 from attngen.builders.signature import partial_tensors
 from attngen.heuristics import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
-from attngen.ir import Bool, Kernel, Module, Type, divisor, floordiv, select, symbol, tile
-from attngen.ir.host import Host, View
+from attngen.ir import Bool, Host, Kernel, Module, Type, divisor, floordiv, launch, select, symbol, tile
 from attngen.ir.names import FLAT, LSE, OUTPUTS, PAIRS, SHAPES, WHOLE_LENGTHS
 from attngen.ir.split_axes import sharing
 from attngen.spec import Spec
@@ -296,7 +295,7 @@ def _launch_per_query_head(b: HostBuilder, fused: Kernel) -> None:
     for arg in per_head:
         batch, _, *rest = types[arg.name].dims
         parts = Type("T", (batch, "Hkv", "group", *rest), "hbm")
-        b.add(View(f"{arg.name.upper()}_PARTIAL", heads[arg.name], "heads", parts), "fused")
+        b.add(launch.View(f"{arg.name.upper()}_PARTIAL", heads[arg.name], "heads", parts), "fused")
     if per_head:
         b.launch("dkdv_end", "fused", splits=symbol("group"))
 

@@ -9,8 +9,7 @@ import sympy
 
 from attngen.builders.host_builder import HostBuilder, known_type
 from attngen.builders.positions import of_whole_type
-from attngen.ir import Blocks, Kernel, Module, Type, symbol, tile
-from attngen.ir.host import ClassifyBlocks, Host, ListBlocks
+from attngen.ir import Blocks, Host, Kernel, Module, Type, launch, symbol, tile
 from attngen.ir.names import WHOLE_LENGTHS, block_lists
 
 
@@ -64,13 +63,13 @@ def build_lists(blocks: Blocks, data: bool) -> Host:
         for name in ("Q", "K"):
             b.tensor(name)
         b.add(tile.Arg("COUNT", "in", Type("f32", ("*", "*", "Tq", "Ts"), "hbm")))
-        b.add(ClassifyBlocks("blocks", "COUNT", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
+        b.add(launch.ClassifyBlocks("blocks", "COUNT", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
         mask, full = "blocks.seen", "blocks.full"
     else:
         b.add(tile.Arg(mask, "in", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
     results: dict[str, str] = {}
     for axis, (rows, columns) in (("q", ("Tq", "Tk")), ("kv", ("Tk", "Tq"))):
-        b.add(ListBlocks(f"of_{axis}", mask, axis, Type("i32", ("*", "*", rows, columns), "hbm"), full))
+        b.add(launch.ListBlocks(f"of_{axis}", mask, axis, Type("i32", ("*", "*", rows, columns), "hbm"), full))
         fields = ("full_rank", "rank", "list") if data else ("rank", "list")
         results |= {name: f"of_{axis}.{f}" for name, f in zip(block_lists(axis, blocks.data), fields)}
     b.give(**results)

@@ -6,8 +6,7 @@ from typing import Any
 
 import sympy
 
-from attngen.ir import Block, Module, Op, Type, Uses, tile
-from attngen.ir.host import Alloc, Host, If, Launch, View
+from attngen.ir import Block, Host, Module, Op, Type, Uses, launch, tile
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 
 
@@ -31,14 +30,14 @@ class HostBuilder:
         return next(op.results()[""] for ops in self.blocks.values() for op in ops if op.name == name)
 
     def alloc(self, name: str, block: str = "entry", type_: Type | None = None, **options: Any) -> str:
-        return self.add(Alloc(name, type_ or known_type(name), **options), block)
+        return self.add(launch.Alloc(name, type_ or known_type(name), **options), block)
 
     def launch(self, kernel: str, block: str, args: Uses = (), **sizes: Any) -> None:
         given = tuple((size, sympy.sympify(value)) for size, value in sizes.items())
-        self.add(Launch(f"_launch_{self._count()}", kernel, args, given), block)
+        self.add(launch.Launch(f"_launch_{self._count()}", kernel, args, given), block)
 
     def branch(self, name: str, then: str, block: str = "entry", **options: Any) -> None:
-        self.add(If(name, then, **options), block)
+        self.add(launch.If(name, then, **options), block)
 
     def give(self, block: str = "entry", **values: str) -> None:
         self.add(tile.Yield(f"_yield_{self._count()}", tuple(values.items())), block)
@@ -65,7 +64,7 @@ def split_columns(b: HostBuilder, block: str, source: str, argument: str, named:
     stem, new = argument.removesuffix("_NEW"), "_NEW" * argument.endswith("_NEW")
     given = []
     for part, (by, width, suffix) in views.items():
-        ref = b.add(View(f"{name}_{part}", source, by, Type(seen.dtype, (*seen.dims[:-1], width), "hbm")), block)
+        ref = b.add(launch.View(f"{name}_{part}", source, by, Type(seen.dtype, (*seen.dims[:-1], width), "hbm")), block)
         given.append((f"{stem}{suffix}{new}", ref))
     return tuple(given)
 
@@ -106,4 +105,4 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
         b.add(tile.Arg(name, "scalar", Type(dtype, (), "reg")))
     for axis in listed_axes:
         for name, dims in lists[axis].items():
-            b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))
+            b.add(launch.View(name, name.lower(), "expand", Type("i32", dims, "hbm")))

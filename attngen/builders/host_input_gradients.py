@@ -9,8 +9,21 @@ import sympy
 
 from attngen.builders.host_builder import HostBuilder
 from attngen.builders.positions import whole
-from attngen.ir import LARGEST, Expr, Input, InputGradient, Module, Type, exp2, log2, parse, symbol, tile, to_text
-from attngen.ir.host import If, Place, Sum, SumDistances, View
+from attngen.ir import (
+    LARGEST,
+    Expr,
+    Input,
+    InputGradient,
+    Module,
+    Type,
+    exp2,
+    launch,
+    log2,
+    parse,
+    symbol,
+    tile,
+    to_text,
+)
 from attngen.ir.names import LSE, WHOLE_LENGTHS
 
 NEED_INPUTS = symbol("need_inputs")
@@ -22,7 +35,7 @@ def sum_input_gradients(b: HostBuilder, module: Module) -> dict[str, str]:
     inputs = [i for i in module.inputs if i.grad]
     if not inputs:
         return {}
-    b.add(If("Input_gradients", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
+    b.add(launch.If("Input_gradients", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
     found = {f"d_{i.name}": _gradient(b, module, i) for i in inputs}
     b.give("gradients", **found)
     for i in inputs:
@@ -51,10 +64,12 @@ def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -
         e, uses = _of_sink(symbol(i.name), module, kept)
         uses |= {i.name: tensor, "delta": "DELTA", **kept}
         b.add(tile.Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
-        return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
+        return b.add(
+            launch.Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients"
+        )
     if x.reduction == "distance":
         index = tuple(_of_whole(e) for e in x.index) if module.chunk else x.index
-        b.add(SumDistances(name, x.partials, tensor, index, Type("f32", i.shape, "hbm")), "gradients")
+        b.add(launch.SumDistances(name, x.partials, tensor, index, Type("f32", i.shape, "hbm")), "gradients")
         if not kept:
             return name
         uses = {"sums": name, **kept}
@@ -110,13 +125,15 @@ def _sum_to_index(b: HostBuilder, module: Module, i: Input, x: InputGradient, na
     dims = [*whole(dims)] if module.chunk and not x.by_row else dims
     if "hkv" in x.index:
         dims[1:2] = ["Hkv", "group"]
-        value = b.add(View(f"{name}_heads", value, "heads", Type(dtype, tuple(dims), "hbm")), "gradients")
+        value = b.add(launch.View(f"{name}_heads", value, "heads", Type(dtype, tuple(dims), "hbm")), "gradients")
     of_index = {e: whole((dim,))[0] if module.chunk else dim for e, dim in _DIMS.items()}
     target = tuple(of_index.get(e, size) for size, e in zip(i.shape, x.index) if not e.isdigit())
     over = tuple(d for d in dims if d not in target)
     if over or tuple(dims) != target:
-        value = b.add(Sum(f"{name}_sum", value, over, Type(dtype, target, "hbm")), "gradients")
+        value = b.add(launch.Sum(f"{name}_sum", value, over, Type(dtype, target, "hbm")), "gradients")
     if len(target) == len(x.index):
         return value
     places = tuple(e if e.isdigit() else ":" for e in x.index)
-    return b.add(Place(f"{name}_placed", value, i.name.upper(), places, Type(dtype, i.shape, "hbm")), "gradients")
+    return b.add(
+        launch.Place(f"{name}_placed", value, i.name.upper(), places, Type(dtype, i.shape, "hbm")), "gradients"
+    )

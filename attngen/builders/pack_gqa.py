@@ -14,9 +14,8 @@ from attngen.builders.host_builder import HostBuilder, known_type
 from attngen.builders.semantics import listed_blocks, varies
 from attngen.builders.signature import Signature
 from attngen.heuristics import FEW_QUERIES
-from attngen.ir import Kernel, Module, Type, input_tensors, symbol
+from attngen.ir import Kernel, Module, Type, input_tensors, launch, symbol
 from attngen.ir.heads import SHARINGS
-from attngen.ir.host import Copy, View
 from attngen.lang.part import NATURAL, Q
 from attngen.spec import Spec
 
@@ -58,15 +57,15 @@ def view_rows(b: HostBuilder, block: str, numbers: tuple[str, ...] = ("LSE",)) -
     for name, rows in names.items():
         batch, _, _, *columns = known_type(name).dims
         type_ = Type(known_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
-        b.add(View(rows, name, "group", type_, fresh=name != "Q"), block)
+        b.add(launch.View(rows, name, "group", type_, fresh=name != "Q"), block)
     return names
 
 
-def launch(b: HostBuilder, block: str, module: Module) -> None:
+def launch_packed(b: HostBuilder, block: str, module: Module) -> None:
     """Launch `packed` on views whose rows are the queries of all heads of a group."""
     names = view_rows(b, block, module.row_tensors)
     b.launch("packed", block, tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
-    b.add(Copy("_copy_0", "O_rows", "O"), block)
+    b.add(launch.Copy("_copy_0", "O_rows", "O"), block)
 
 
 PACKED = ForwardVariant(
@@ -76,5 +75,5 @@ PACKED = ForwardVariant(
     orelse="many_queries",
     applies=applies,
     kernels=kernels,
-    launch=launch,
+    launch=launch_packed,
 )

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from attngen.ir import Derived, Input, Module, Op, Type, symbol, tile, unit_of
-from attngen.ir.host import Launch
+from attngen.ir import Derived, Input, Module, Op, Type, launch, symbol, tile, unit_of
 from attngen.ir.names import CALL_ROWS, CHUNKS, START_RANKS, STARTS, WHOLE_LENGTHS, of_sequence
 from attngen.lang.chunks import chunk_positions
 
@@ -136,6 +135,8 @@ def with_lengths(module: Module) -> Module:
     sizes += tuple((rows, symbol(size)) for size, rows in CALL_ROWS.items())
 
     def change(op: Op) -> list[Op]:
-        return [replace(op, sizes=(*op.sizes, *sizes)) if isinstance(op, Launch) and op.kernel in placing else op]
+        return [
+            replace(op, sizes=(*op.sizes, *sizes)) if isinstance(op, launch.Launch) and op.kernel in placing else op
+        ]
 
     return replace(module, hosts=tuple(host.rewrite(change) for host in module.hosts))

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 
-from attngen.ir import DEFAULT_BACKEND, Derived, Kernel, Module
-from attngen.ir.host import Host
+from attngen.ir import DEFAULT_BACKEND, Derived, Host, Kernel, Module
 from attngen.ir.parser import parse_programs
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from attngen.ir import Kernel, Module, Op, only, tile
+from attngen.ir import Host, Kernel, Module, Op, launch, only, tile
 from attngen.ir.dtypes import result_type
-from attngen.ir.host import Alloc, Host, View
 
 _OUTPUTS = ("O", "tO")  # the output and its tangent
 
@@ -27,7 +26,7 @@ def with_results(module: Module) -> Module:
         return kernel.rewrite(lambda _, op: change(op))
 
     def of_host(host: Host) -> Host:
-        views = {op.name for op in host.ops() if isinstance(op, View) and op.src in _OUTPUTS}
+        views = {op.name for op in only(host.ops(), launch.View) if op.src in _OUTPUTS}
         return host.rewrite(_typed({*_OUTPUTS} | views, dtype))
 
     return replace(module.map_kernels(of_kernel), hosts=tuple(map(of_host, module.hosts)))
@@ -37,7 +36,7 @@ def _typed(names: set[str], dtype: str) -> Callable[[Op], list[Op]]:
     """Casts the named outputs to the output dtype."""
 
     def change(op: Op) -> list[Op]:
-        if isinstance(op, (Alloc, tile.Arg, tile.Map, View)) and op.name in names:
+        if isinstance(op, (launch.Alloc, tile.Arg, tile.Map, launch.View)) and op.name in names:
             return [replace(op, type=replace(op.type, dtype=dtype))]
         return [op]
 

@@ -25,10 +25,9 @@ from attngen.builders.semantics import exact_partials, listed_blocks
 from attngen.builders.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
 from attngen.heuristics import CTAS_PER_SM_LATENT, CTAS_PER_SM_QUANTISED, FEW_LATENT, FEW_QUERIES, UNIT, WAVES_LATENT
-from attngen.ir import AXIS_DIM, Access, Cache, Kernel, KVSplit, Module, Type, Uses, tile
+from attngen.ir import AXIS_DIM, Access, Cache, Host, Kernel, KVSplit, Module, Type, Uses, launch, tile
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
 from attngen.ir.heads import SHARINGS
-from attngen.ir.host import Copy, Host
 from attngen.ir.names import LSE_PARTIALS, OF_CACHE, SCALES, SHAPES, SUM_PARTIALS
 from attngen.ir.split_kv import combined_work_items, max_work_items
 from attngen.spec import Spec
@@ -320,7 +319,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) ->
     queries = split_columns(b, "few_queries", "Q_rows", "Q") if spec.rope else (("Q", "Q_rows"),)
     b.launch("decode", "few_queries", (*queries, *cached), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.launch("combine", "few_queries", (("O", "O_rows"), ("LSE", "LSE_rows")), Nq=symbol("Gq"), queries=symbol("Nq"))
-    b.add(Copy("_copy_0", "O_rows", "O"), "few_queries")
+    b.add(launch.Copy("_copy_0", "O_rows", "O"), "few_queries")
     of_all = split_columns(b, "many_queries", "Q", "Q", "Q_all") if spec.rope else ()
     b.launch("prefill", "many_queries", (*of_all, *cached))
     return b.host()

@@ -14,26 +14,11 @@ import sympy
 
 from attngen.codegen.layout import LONGEST, fitted, tuple_text
 from attngen.codegen.torch_text import to_torch
-from attngen.ir import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE, Kernel, Module, Type, tile
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE, Host, Kernel, Module, Type, launch, only, tile
 from attngen.ir.behaviour import Handlers, handles
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import exp2, log2, select, symbol
 from attngen.ir.expr_text import parse, to_text
-from attngen.ir.host import (
-    COLUMN_VIEWS,
-    HOST,
-    Alloc,
-    ClassifyBlocks,
-    Copy,
-    Host,
-    If,
-    Launch,
-    ListBlocks,
-    Place,
-    Sum,
-    SumDistances,
-    View,
-)
 from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, WHOLE_LENGTHS, stride_names
 from attngen.targets.common.base import PrintedKernel
 
@@ -140,7 +125,7 @@ def _described(kernel: Kernel, tensor: str) -> str:
     return ""
 
 
-class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
+class HostContext(Handlers, complete=launch.HOST, control=(tile.Arg,)):
     """Builds the view of one host program."""
 
     def __init__(self, module: Module, host: Host, views: Mapping[str, PrintedKernel]) -> None:
@@ -166,10 +151,10 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
         """Return the number of the program's tensors if it is the backward, and only makes tensors by the runtime and
         launches kernels; else 0."""
         plain = all(
-            isinstance(op, (tile.Arg, If, Launch, tile.Yield))
+            isinstance(op, (tile.Arg, launch.If, launch.Launch, tile.Yield))
             or (isinstance(op, tile.Map) and not op.type.dims)
             or (
-                isinstance(op, Alloc)
+                isinstance(op, launch.Alloc)
                 and not set(op.type.dims) & {"*", "Td"}
                 and (op.fill is None or (op.fill == 0 and not op.like))
             )
@@ -245,12 +230,12 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
             if isinstance(op, tile.Arg) or (isinstance(op, tile.Yield) and name == "entry"):
                 continue
             text = self.handler(op)(op)
-            blocks = [block for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
-            branches = [self._block(block) + self._fields(op, block) for block in blocks if isinstance(op, If)]
+            blocks = [block for block in (op.then, op.orelse) if block] if isinstance(op, launch.If) else []
+            branches = [self._block(block) + self._fields(op, block) for block in blocks if isinstance(op, launch.If)]
             nodes.append(HostNode(op.kind, text, branches))
         return nodes
 
-    def _fields(self, op: If, block: str) -> list[HostNode]:
+    def _fields(self, op: launch.If, block: str) -> list[HostNode]:
         """Return nodes that assign a branch's results to the variables of its `if`."""
         last = self.host.block(block).ops[-1]
         pairs = (
@@ -268,8 +253,8 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
     def _yield(self, op: tile.Yield) -> dict[str, Any]:
         return {}
 
-    @handles(Alloc)
-    def _alloc(self, op: Alloc) -> dict[str, Any]:
+    @handles(launch.Alloc)
+    def _alloc(self, op: launch.Alloc) -> dict[str, Any]:
         var, dims = variable(op.name), op.type.dims
         if op.otherwise:
             self._python(symbol("Hkv"))
@@ -308,12 +293,12 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
     def _number(self, e: Any) -> str:
         return "-math.inf" if e == -sympy.oo else to_text(e)
 
-    @handles(View)
-    def _view(self, op: View) -> dict[str, Any]:
+    @handles(launch.View)
+    def _view(self, op: launch.View) -> dict[str, Any]:
         var, src = variable(op.name), variable(op.src)
         if op.by == "expand":
             return {"var": var, "expr": f"{src}.expand({self._dim('B')}, {self._dim('Hq')}, -1, -1)"}
-        if op.by in COLUMN_VIEWS:
+        if op.by in launch.COLUMN_VIEWS:
             return {"var": var, "expr": f"{src}[..., {':HEAD_DIM_V' if op.by == 'first_columns' else 'HEAD_DIM_V:'}]"}
         if self._is_contiguous(op.name):
             return {"var": var, "expr": src}
@@ -322,26 +307,28 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
         options = ", fresh=True" * op.fresh + ", shaped=True" * self._is_described(op)
         return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{options})"}
 
-    def _is_described(self, op: View) -> bool:
+    def _is_described(self, op: launch.View) -> bool:
         """True if a pack-GQA kernel gets columns of this view and has a warp-specialized form, which reads the view by
         TMA."""
-        columns = {o.name for o in self.host.ops() if isinstance(o, View) and o.by in COLUMN_VIEWS and o.src == op.name}
-        launched = {o.kernel for o in self.host.ops() if isinstance(o, Launch) and columns & {ref for _, ref in o.args}}
+        columns = {
+            o.name for o in only(self.host.ops(), launch.View) if o.by in launch.COLUMN_VIEWS and o.src == op.name
+        }
+        launched = {o.kernel for o in only(self.host.ops(), launch.Launch) if columns & {ref for _, ref in o.args}}
         return any(kernel.name in launched for kernel in self.module.warp_specialized)
 
-    @handles(Copy)
-    def _copy(self, op: Copy) -> dict[str, Any]:
+    @handles(launch.Copy)
+    def _copy(self, op: launch.Copy) -> dict[str, Any]:
         return {"src": variable(op.src), "into": variable(op.into)}
 
-    @handles(If)
-    def _if(self, op: If) -> dict[str, Any]:
+    @handles(launch.If)
+    def _if(self, op: launch.If) -> dict[str, Any]:
         some = [f"{variable(ref)}.numel()" for ref in op.of]
         either = " or ".join(some)
         condition = [f"({either})" if len(some) > 1 and op.where != sympy.true else either] if some else []
         return {"condition": " and ".join([*condition, *([self._python(op.where)] if op.where != sympy.true else [])])}
 
-    @handles(Sum)
-    def _sum(self, op: Sum) -> dict[str, Any]:
+    @handles(launch.Sum)
+    def _sum(self, op: launch.Sum) -> dict[str, Any]:
         dims = self.host.type_of(op.value).dims
         gone = [str(dims.index(d)) for d in op.over]
         value = variable(op.value)
@@ -351,13 +338,13 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
             expr += f".permute({', '.join(str(left.index(d)) for d in op.type.dims)})"
         return {"var": variable(op.name), "expr": expr}
 
-    @handles(Place)
-    def _place(self, op: Place) -> dict[str, Any]:
+    @handles(launch.Place)
+    def _place(self, op: launch.Place) -> dict[str, Any]:
         index = ", ".join("slice(None)" if at == ":" else at for at in op.at)
         return {"var": variable(op.name), "expr": f"runtime.placed({variable(op.value)}, {variable(op.like)}, {index})"}
 
-    @handles(SumDistances)
-    def _sum_distances(self, op: SumDistances) -> dict[str, Any]:
+    @handles(launch.SumDistances)
+    def _sum_distances(self, op: launch.SumDistances) -> dict[str, Any]:
         at = next(i for i, e in enumerate(op.at) if "distance" in e)
         kept = tuple_text([{"b": "0", "h": "1"}[e] for e in op.at if e in ("b", "h")]) or "()"
         lengths = WHOLE_LENGTHS if self.module.chunk else {n: n for n in WHOLE_LENGTHS}
@@ -408,14 +395,14 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
             return text.replace("+ -", "- ") if e.is_Add else text
         return to_text(e)
 
-    @handles(ClassifyBlocks)
-    def _classify_blocks(self, op: ClassifyBlocks) -> dict[str, Any]:
+    @handles(launch.ClassifyBlocks)
+    def _classify_blocks(self, op: launch.ClassifyBlocks) -> dict[str, Any]:
         names = [variable(f"{op.name}.{f}") for f in ("seen", "full")]
         sizes = f"{self._dim('Nq')}, {self._dim('Nk')}"
         return {"var": ", ".join(names), "expr": f"runtime.seen_and_full({variable(op.src)}, {sizes}, BLOCK)"}
 
-    @handles(ListBlocks)
-    def _list_blocks(self, op: ListBlocks) -> dict[str, Any]:
+    @handles(launch.ListBlocks)
+    def _list_blocks(self, op: launch.ListBlocks) -> dict[str, Any]:
         masks = [variable(ref) for ref in (op.src, op.full) if ref]
         masks = [f"runtime.transposed({mask})" if op.own == "kv" else mask for mask in masks]
         fields = ("full_rank", "rank", "list") if op.full else ("rank", "list")
@@ -427,8 +414,8 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
 
     # ------------------------------------------------------------------ launches
 
-    @handles(Launch)
-    def _launch(self, op: Launch) -> dict[str, Any]:
+    @handles(launch.Launch)
+    def _launch(self, op: launch.Launch) -> dict[str, Any]:
         kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
         given, sizes = dict(op.args), dict(op.sizes)
         tensors = [a for a in kernel.args if a.role != "scalar"]
@@ -474,23 +461,23 @@ class HostContext(Handlers, complete=HOST, control=(tile.Arg,)):
         """True if the tensor is allocated as contiguous, or is a view of such a tensor that only launches use. Its
         strides then follow from its dimensions."""
         op = self.host.by_name[ref]
-        if isinstance(op, View) and op.by in ("heads", "group"):
+        if isinstance(op, launch.View) and op.by in ("heads", "group"):
             users = (user for user in self.host.ops() if ref in user.operands())
-            return self._is_contiguous(op.src) and all(isinstance(user, Launch) for user in users)
-        return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
+            return self._is_contiguous(op.src) and all(isinstance(user, launch.Launch) for user in users)
+        return isinstance(op, launch.Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
 
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
         """Return the Python source of the strides that a kernel takes: `taken` are their dimensions, out of `count`
         dimensions without the last."""
         var, op = variable(ref), self.host.by_name[ref]
-        if isinstance(op, View) and op.by in COLUMN_VIEWS:  # it has the strides of its source
+        if isinstance(op, launch.View) and op.by in launch.COLUMN_VIEWS:  # it has the strides of its source
             return self._strides(op.src, taken, count)
         if self._is_contiguous(ref):
             names = [self._dim(d) for d in self.host.type_of(ref).dims]
             return [" * ".join(names[i + 1 :]) for i in taken]
-        if isinstance(op, View) and op.by == "group":
+        if isinstance(op, launch.View) and op.by == "group":
             return [f"*{var}_strides[:{count}]"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
-        if isinstance(op, Alloc) and op.otherwise:
+        if isinstance(op, launch.Alloc) and op.otherwise:
             return [f"*{var}_strides"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
         if len(taken) == count and count > 1:
             if isinstance(op, tile.Arg):

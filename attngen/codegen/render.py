@@ -20,8 +20,7 @@ from attngen.codegen.wrapper import Wrapper
 from attngen.codegen.wrapper_text import sizes_in
 from attngen.cost.report import report
 from attngen.heuristics import STRIP
-from attngen.ir import Module
-from attngen.ir.host import Alloc
+from attngen.ir import Module, launch
 from attngen.ir.printer import print_module
 from attngen.runtime import bundle
 from attngen.targets.common.base import PrintedKernel
@@ -92,7 +91,9 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel], files: l
         "handles": [handle(kernel, views[kernel.name]) for kernel in module.kernels],
         "kernel_names": [kernel.name for kernel in module.kernels],
         "programs": hosts,
-        "infinite": any(isinstance(op, Alloc) and op.fill == -sympy.oo for host in module.hosts for op in host.ops()),
+        "infinite": any(
+            isinstance(op, launch.Alloc) and op.fill == -sympy.oo for host in module.hosts for op in host.ops()
+        ),
         "strip": STRIP,
         "data_args": "".join(f", {i.name}={i.name}" for i in taken),
         "data_params": "".join(f", {text}" for text in given),

@@ -18,10 +18,9 @@ from attngen.codegen.wrapper_text import (
     source_of,
 )
 from attngen.heuristics import STRIP
-from attngen.ir import Blocks, Derived, Input, Module, input_tensors, tile
+from attngen.ir import Blocks, Derived, Host, Input, Module, input_tensors, tile
 from attngen.ir.dtypes import ELEMENTS, TORCH, by_precision, result_type
 from attngen.ir.heads import SHARINGS
-from attngen.ir.host import Host
 from attngen.ir.names import FLAT, WHOLE_LENGTHS, block_lists, of_sequence
 from attngen.lang.part import NATURAL
 

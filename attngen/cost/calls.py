@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from attngen.cost.roofline import Estimate, Problem, estimate, numbers_of_call, rows_of_call
 from attngen.devices import Device
 from attngen.interp.numeric import compiled
-from attngen.ir import Config, Kernel, Module, Op, only, tile
-from attngen.ir.host import Alloc, Host, If, Launch
+from attngen.ir import Config, Host, Kernel, Module, Op, launch, only, tile
 from attngen.tiles.sizes import elem_sizes, lengths, tile_bytes
 from attngen.tiles.tiles import evaluate
 
@@ -64,7 +63,7 @@ def call(module: Module, name: str, device: Device, problem: Problem) -> Call | 
     host, numbers = module.host(name), _numbers(module, device, problem)
     ops = list(_executed(host, numbers))
     runs = []
-    for launched in dict.fromkeys(op.kernel for op in ops if isinstance(op, Launch)):
+    for launched in dict.fromkeys(op.kernel for op in only(ops, launch.Launch)):
         kernel = module.kernel(launched)
         found = chosen(module, kernel, device.cls, rows_of_call(kernel, problem))
         made = estimate(module, kernel, device, problem, found.config) if found else None
@@ -72,7 +71,7 @@ def call(module: Module, name: str, device: Device, problem: Problem) -> Call | 
             return None
         runs.append(Run(kernel, found.kernel, made))
     results = {ref for op in only(host.block("entry").ops, tile.Yield) for _, ref in op.values}
-    allocated = (op for op in ops if isinstance(op, Alloc) and op.name not in results)
+    allocated = (op for op in only(ops, launch.Alloc) if op.name not in results)
     extra = sum(int(evaluate(tile_bytes(op.type), numbers)) for op in allocated if compiled(op.where)(numbers))
     return Call(runs, extra)
 
@@ -131,5 +130,5 @@ def _executed(host: Host, numbers: dict[str, Any], block: str = "entry") -> Iter
     """Yield the ops of a host program that a call runs, in whose tensors there are elements."""
     for op in host.block(block).ops:
         yield op
-        if isinstance(op, If) and (chosen := op.then if compiled(op.where)(numbers) else op.orelse):
+        if isinstance(op, launch.If) and (chosen := op.then if compiled(op.where)(numbers) else op.orelse):
             yield from _executed(host, numbers, chosen)

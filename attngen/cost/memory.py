@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import sympy
 
-from attngen.ir import Bool, Expr, Module, only, tile
-from attngen.ir.host import Alloc
+from attngen.ir import Bool, Expr, Module, launch, only, tile
 from attngen.tiles.sizes import tile_bytes
 
 
@@ -28,7 +27,7 @@ def scratch(module: Module) -> Iterator[Scratch]:
     for host in module.hosts:
         results = {ref for op in only(host.block("entry").ops, tile.Yield) for _, ref in op.values}
         for block in host.blocks:
-            made = [op for op in block.ops if isinstance(op, Alloc) and op.name not in results]
+            made = [op for op in only(block.ops, launch.Alloc) if op.name not in results]
             for where in dict.fromkeys(op.where for op in made):
                 ops = [op for op in made if op.where == where]
                 size = sympy.Add(*(tile_bytes(op.type) for op in ops))

@@ -18,23 +18,8 @@ from attngen.interp.numeric import compiled, value
 from attngen.interp.tile import execute_kernel
 from attngen.interp.values import SINGLE, Values, spread
 from attngen.interp.warp_groups import WarpSpecializedLaunch
-from attngen.ir import Kernel, Module, Op, Type, parse, symbol_names, tile
+from attngen.ir import Host, Kernel, Module, Op, Type, launch, parse, symbol_names, tile
 from attngen.ir.behaviour import Handlers, handles
-from attngen.ir.host import (
-    COLUMN_VIEWS,
-    HOST,
-    Alloc,
-    ClassifyBlocks,
-    Copy,
-    Host,
-    If,
-    Launch,
-    ListBlocks,
-    Place,
-    Sum,
-    SumDistances,
-    View,
-)
 from attngen.ir.names import OUTPUTS, SIZES, VARIABLES, WHOLE_LENGTHS
 
 Arrays = dict[str, Any]
@@ -135,8 +120,8 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
     return sizes
 
 
-class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
-    """Runs the ops of one host program. The method named after an op's kind returns the op's value; see ir/host.py.
+class _Run(Handlers, complete=launch.HOST, control=(tile.Arg, tile.Yield)):
+    """Runs the ops of one host program. The method for an op returns its value; see ir/launch.py.
 
     `values` holds everything that is known at a place in the program, by name; a branch gets a copy.
     """
@@ -154,15 +139,15 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
                     pass  # arguments have their values from the start
                 case tile.Yield():
                     return {field: values[ref] for field, ref in op.values}
-                case If() | ClassifyBlocks() | ListBlocks():
+                case launch.If() | launch.ClassifyBlocks() | launch.ListBlocks():
                     fields = self.handler(op)(op, values)
                     values |= {f"{op.name}.{field}": x for field, x in fields.items()}
                 case _:
                     values[op.name] = self.handler(op)(op, values)
         return {}
 
-    @handles(If)
-    def _if(self, op: If, values: Values) -> Arrays:
+    @handles(launch.If)
+    def _if(self, op: launch.If, values: Values) -> Arrays:
         some = not op.of or any(values[ref].size for ref in op.of)
         branch = op.then if some and value(op.where, values) else op.orelse
         return self.block(branch, dict(values)) if branch else {}
@@ -172,8 +157,8 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
     def shape(self, type_: Type, values: Values) -> tuple[int, ...]:
         return tuple(int(d) if d.isdigit() else values[d] for d in type_.dims)
 
-    @handles(Alloc)
-    def _alloc(self, op: Alloc, values: Values) -> np.ndarray:
+    @handles(launch.Alloc)
+    def _alloc(self, op: launch.Alloc, values: Values) -> np.ndarray:
         if not value(op.where, values):
             if op.otherwise:  # one split: the tensor is its partial result
                 return np.expand_dims(values[op.otherwise], 2)
@@ -193,12 +178,12 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
         laid_out = np.full([shape[d] for d in order], fill, dtype)
         return laid_out.transpose(np.argsort(order))
 
-    @handles(View)
-    def _view(self, op: View, values: Values) -> np.ndarray:
+    @handles(launch.View)
+    def _view(self, op: launch.View, values: Values) -> np.ndarray:
         source, shape = values[op.src], self.shape(op.type, values)
         if op.by == "expand":
             return np.broadcast_to(source, shape)
-        if op.by in COLUMN_VIEWS:
+        if op.by in launch.COLUMN_VIEWS:
             width = shape[-1]
             return source[..., :width] if op.by == "first_columns" else source[..., -width:]
         seen = source.reshape(shape)
@@ -206,14 +191,14 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
             seen.fill(np.nan)  # a copy, which only gives room for results
         return seen
 
-    @handles(Copy)
-    def _copy(self, op: Copy, values: Values) -> None:
+    @handles(launch.Copy)
+    def _copy(self, op: launch.Copy, values: Values) -> None:
         values[op.into][...] = values[op.src].reshape(values[op.into].shape)
 
     # ------------------------------------------------------------------ launches
 
-    @handles(Launch)
-    def _launch(self, op: Launch, values: Values) -> None:
+    @handles(launch.Launch)
+    def _launch(self, op: launch.Launch, values: Values) -> None:
         kernel, given = self.module.kernel(op.kernel), dict(op.args)
         known = {**values, **{name: value(e, values) for name, e in op.sizes}}
         passed = {arg.name: known[given.get(arg.name, arg.name)] for arg in kernel.args}
@@ -231,7 +216,7 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
         launched = _without(kernel, unwanted)
         execute_kernel(self.module, launched, tensors, {**grid, **passed}, self.tiles, self.dtypes, launch_class)
 
-    def must_fit(self, op: Launch, arg: tile.Arg, x: np.ndarray, known: Values) -> None:
+    def must_fit(self, op: launch.Launch, arg: tile.Arg, x: np.ndarray, known: Values) -> None:
         """Raise if a tensor does not have the dimensions that the kernel declares; dimensions of any length fit."""
         expected = [known.get(d, int(d) if d.isdigit() else None) for d in arg.type.dims]
         if len(expected) != x.ndim or any(length not in (None, have) for length, have in zip(expected, x.shape)):
@@ -255,22 +240,22 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
         }
         return np.asarray(compiled(op.expr)(named), self.dtypes[op.type.dtype])
 
-    @handles(Sum)
-    def _sum(self, op: Sum, values: Values) -> np.ndarray:
+    @handles(launch.Sum)
+    def _sum(self, op: launch.Sum, values: Values) -> np.ndarray:
         dims = self.host.type_of(op.value).dims
         left = tuple(d for d in dims if d not in op.over)
         summed = values[op.value].sum(tuple(dims.index(d) for d in op.over))
         found: np.ndarray = summed.transpose([left.index(d) for d in op.type.dims])
         return found
 
-    @handles(Place)
-    def _place(self, op: Place, values: Values) -> np.ndarray:
+    @handles(launch.Place)
+    def _place(self, op: launch.Place, values: Values) -> np.ndarray:
         found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
         found[tuple(slice(None) if at == ":" else int(at) for at in op.at)] = values[op.value]
         return found
 
-    @handles(SumDistances)
-    def _sum_distances(self, op: SumDistances, values: Values) -> np.ndarray:
+    @handles(launch.SumDistances)
+    def _sum_distances(self, op: launch.SumDistances, values: Values) -> np.ndarray:
         """Add each sum to the table's element that was read for it; sums for reads outside the table are dropped."""
         found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
         sums = values[op.value].sum(2)  # [B, Hq, Nd]: over the rows that tiles have stored
@@ -290,8 +275,8 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
 
     # ------------------------------------------------------------------ blocks of scores
 
-    @handles(ClassifyBlocks)
-    def _classify_blocks(self, op: ClassifyBlocks, values: Values) -> Arrays:
+    @handles(launch.ClassifyBlocks)
+    def _classify_blocks(self, op: launch.ClassifyBlocks, values: Values) -> Arrays:
         assert self.module.blocks is not None
         size, count = self.module.blocks.size, values[op.src]
         rows, columns = values["Tq"], values["Tk"]
@@ -299,8 +284,8 @@ class _Run(Handlers, complete=HOST, control=(tile.Arg, tile.Yield)):
         inside = np.arange(rows) < values["Nq"] // size  # rows past the end may count as visible
         return {"seen": visible > 0, "full": (visible == size**2) & inside[:, None]}
 
-    @handles(ListBlocks)
-    def _list_blocks(self, op: ListBlocks, values: Values) -> Arrays:
+    @handles(launch.ListBlocks)
+    def _list_blocks(self, op: launch.ListBlocks, values: Values) -> Arrays:
         """For each row of blocks, return the block numbers, those of full blocks first, then of other visible ones,
         then of the rest; and the ranks: how many listed blocks come before each block."""
         seen = values[op.src]

@@ -1,4 +1,4 @@
-"""The tile-schedule IR: ops by dialect (`tile`, `pipe`, `host`), kernels and modules, expressions, text.
+"""The tile-schedule IR: ops by dialect (`tile`, `pipe`, `launch`), kernels and modules, expressions, text.
 
 `from attngen.ir import Kernel, tile` imports a name of FILES, or a dialect. Other names are imported from their files.
 Names are looked up when they are first used, so that element types and names of tensors, which the command line needs,
@@ -11,8 +11,19 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-FILES = ("core", "dims", "expr", "expr_text", "fields", "grid", "op", "kernel", "module")  # as in __init__.pyi
-DIALECTS = ("tile", "pipe", "host")
+FILES = (
+    "core",
+    "dims",
+    "expr",
+    "expr_text",
+    "fields",
+    "grid",
+    "op",
+    "kernel",
+    "module",
+    "launch",
+)  # as in __init__.pyi
+DIALECTS = ("tile", "pipe", "launch")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,8 @@ import sympy
 from attngen.ir.core import Fact, Type
 from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.expr import Bool, Expr, symbol
-from attngen.ir.host import Host
 from attngen.ir.kernel import Kernel
+from attngen.ir.launch import Host
 from attngen.ir.names import DIRECTIONS, FLAT, LSE, OF_KEYS, OUTPUTS, ROW_STATS, of_sequence
 
 PHASES = ("logical", "scheduled", "target")

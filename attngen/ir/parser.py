@@ -12,8 +12,8 @@ from attngen.errors import IRError
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.fields import parse_access, parse_type, parse_word, split
 from attngen.ir.grid import GridAxis, KVSplit
-from attngen.ir.host import HOST, Host
 from attngen.ir.kernel import Kernel
+from attngen.ir.launch import HOST, Host
 from attngen.ir.module import Blocks, Cache, Config, Derived, DoesNotFit, Input, InputGradient, Meaning, Module, Read
 from attngen.ir.op import Block, Dialect, Op, WarpGroup
 from attngen.ir.pipe import PIPE

@@ -11,8 +11,8 @@ from dataclasses import MISSING, fields
 from attngen.ir.expr_text import to_text
 from attngen.ir.fields import print_access, print_type
 from attngen.ir.grid import GridAxis, KVSplit
-from attngen.ir.host import Host
 from attngen.ir.kernel import Kernel
+from attngen.ir.launch import Host
 from attngen.ir.module import Config, DoesNotFit, Meaning, Module
 from attngen.ir.op import Block, Op
 from attngen.ir.syntax import HEADER, IR_VERSION, MASKS, MEANING, SCORES, WARP_GROUP_WORDS

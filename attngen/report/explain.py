@@ -19,8 +19,7 @@ from attngen.cost.serving import call_flops, decoding, partial_result_bytes, rea
 from attngen.cost.split_d import split_d_costs
 from attngen.devices import DEVICES
 from attngen.heuristics import LISTED, SAMPLED_LENGTHS
-from attngen.ir import Expr, Kernel, Module, only, symbol, tile, to_text
-from attngen.ir.host import If
+from attngen.ir import Expr, Kernel, Module, launch, only, symbol, tile, to_text
 from attngen.report.summary import kind, summary
 from attngen.report.tables import Rows
 from attngen.targets.registry import SPECIALIZERS, backend_of
@@ -238,7 +237,7 @@ def _conditions(module: Module, in_full: bool) -> Iterator[Line]:
     for host in module.hosts:
         scalars = {symbol(op.name): op.expr for op in only(host.ops(), tile.Map) if not op.type.dims}
         for op in host.ops():
-            if isinstance(op, If) and op.where != sympy.true and op.orelse:
+            if isinstance(op, launch.If) and op.where != sympy.true and op.orelse:
                 here, there = (", ".join(f"@{name}" for name in host.common_launches(b)) for b in (op.then, op.orelse))
                 where = f"where {to_text(op.where.xreplace(scalars))}"
                 if not in_full and len(where) > SHORT:

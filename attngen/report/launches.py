@@ -11,8 +11,7 @@ import sympy
 from attngen.cost.calls import ranges
 from attngen.cost.roofline import Problem, rows_of_call
 from attngen.devices import Device
-from attngen.ir import Bool, Config, Kernel, Module, only, select, symbol, tile, to_text
-from attngen.ir.host import Host, If, Launch
+from attngen.ir import Bool, Config, Host, Kernel, Module, launch, only, select, symbol, tile, to_text
 from attngen.tiles.tiles import evaluate
 
 PORTABLE = "portable, Triton"
@@ -110,9 +109,9 @@ def _launched(
     """Yield (condition in words, condition, kernel) for the launches of a block and of the branches that a device class
     can take. A branch whose kernels have no config there is never taken, so the other one has no condition."""
     for op in host.block(block).ops:
-        if isinstance(op, Launch):
+        if isinstance(op, launch.Launch):
             yield *where, op.kernel
-        elif isinstance(op, If):
+        elif isinstance(op, launch.If):
             taken = _runs(module, host, op.then, cls)
             holds = _condition(host, op.where)
             if taken:
@@ -128,7 +127,7 @@ def _both(one: tuple[str, Bool], words: str, holds: Bool) -> tuple[str, Bool]:
 
 def _runs(module: Module, host: Host, block: str, cls: str) -> bool:
     """True if every kernel that a block launches has a config on a device class."""
-    launched = [module.kernel(op.kernel) for op in host.block(block).ops if isinstance(op, Launch)]
+    launched = [module.kernel(op.kernel) for op in only(host.block(block).ops, launch.Launch)]
     return all(ranges(module, kernel, cls) for kernel in launched if kernel.traits.dots)
 
 

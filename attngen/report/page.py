@@ -18,8 +18,7 @@ from attngen.cost.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
-from attngen.ir import INEQUALITIES, Bool, Expr, Kernel, Module, only, symbol, tile, to_text
-from attngen.ir.host import If, Launch
+from attngen.ir import INEQUALITIES, Bool, Expr, Kernel, Module, launch, only, symbol, tile, to_text
 from attngen.ir.split_axes import whole_range
 from attngen.lowering.pipeline import unspecialized
 from attngen.report.charts import UNLISTED
@@ -278,9 +277,7 @@ def _other_kernel(module: Module, kernel: Kernel) -> str:
         return ""
     forward = module.host("forward")
     launching = {
-        block.name
-        for block in forward.blocks
-        if any(isinstance(op, Launch) and op.kernel == kernel.name for op in block.ops)
+        block.name for block in forward.blocks if any(op.kernel == kernel.name for op in only(block.ops, launch.Launch))
     }
-    where = next((to_text(op.where) for op in forward.ops() if isinstance(op, If) and op.then in launching), "")
+    where = next((to_text(op.where) for op in only(forward.ops(), launch.If) if op.then in launching), "")
     return f"@{kernel.name}{f', in place of @fwd where {where}' if where else ''}. {kernel.about}"

@@ -10,8 +10,7 @@ from attngen.cost.calls import CALLS, Run, call, chosen, ranges
 from attngen.cost.roofline import Problem, rows_of_call
 from attngen.cost.serving import decoding
 from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
-from attngen.ir import Config, Kernel, Module
-from attngen.ir.host import Launch
+from attngen.ir import Config, Kernel, Module, launch, only
 from attngen.targets.registry import SPECIALIZERS
 from attngen.tiles.tiles import unbounded
 
@@ -72,7 +71,7 @@ def kernels_of_classes(module: Module) -> Iterator[tuple[str, ...]]:
 
 def _long(module: Module, name: str, cls: str) -> Iterator[str]:
     """Yield the kernels of long calls of a host program on a device class: the fused backward, if there is one."""
-    launched = (module.kernel(op.kernel) for op in module.host(name).ops() if isinstance(op, Launch))
+    launched = (module.kernel(op.kernel) for op in only(module.host(name).ops(), launch.Launch))
     fused = [kernel for kernel in launched if kernel.traits.adds_in_order and ranges(module, kernel, cls)]
     for kernel in fused or map(module.kernel, module.host(name).common_launches()):
         found = ranges(module, kernel, cls)

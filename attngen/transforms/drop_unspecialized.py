@@ -24,8 +24,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir import Module, Op, only, symbol, tile
-from attngen.ir.host import Host, If, Launch
+from attngen.ir import Host, Module, Op, launch, only, symbol, tile
 from attngen.transforms.base import Pass
 
 
@@ -50,7 +49,7 @@ def without(module: Module, gone: set[str]) -> Module:
     if not gone:
         return module
     hosts = tuple(_without(host, gone) for host in module.hosts)
-    left = {op.kernel for host in hosts for op in host.ops() if isinstance(op, Launch)}
+    left = {op.kernel for host in hosts for op in only(host.ops(), launch.Launch)}
     kept = tuple(kernel for kernel in module.kernels if kernel.name in left)
     schedules = tuple(
         (name, configs) for name, configs in module.schedules if name in left or module.warp_specialized_named(name)
@@ -63,12 +62,10 @@ def _without(host: Host, gone: set[str]) -> Host:
 
     A number that decides whether a call takes such a branch becomes 0.
     """
-    launching = {
-        block.name for block in host.blocks if any(isinstance(op, Launch) and op.kernel in gone for op in block.ops)
-    }
-    taken = [op for op in host.ops() if isinstance(op, If) and op.then in launching]
+    launching = {block.name for block in host.blocks if any(op.kernel in gone for op in only(block.ops, launch.Launch))}
+    taken = [op for op in only(host.ops(), launch.If) if op.then in launching]
     instead = {op.name: host.block(op.orelse).ops for op in taken}
-    inside = {op.then for block in host.blocks if block.name in launching for op in block.ops if isinstance(op, If)}
+    inside = {op.then for block in host.blocks if block.name in launching for op in only(block.ops, launch.If)}
     dropped = launching | inside | {op.orelse for op in taken}
     decides = {
         symbol(o.name): sympy.Integer(0)

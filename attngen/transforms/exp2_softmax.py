@@ -14,8 +14,22 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir import TO_INTEGER, Access, Fact, Module, Op, exp2, log, log2, parse, sigmoid, symbol, tile, to_text
-from attngen.ir.host import SumDistances
+from attngen.ir import (
+    TO_INTEGER,
+    Access,
+    Fact,
+    Module,
+    Op,
+    exp2,
+    launch,
+    log,
+    log2,
+    parse,
+    sigmoid,
+    symbol,
+    tile,
+    to_text,
+)
 from attngen.transforms.base import Pass
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
@@ -45,7 +59,7 @@ class Exp2Softmax(Pass):
 
 def _sums(op: Op) -> list[Op]:
     """Rewrite the places of a host program's sum by distance without natural logarithms."""
-    return [replace(op, at=tuple(map(_on_the_host, op.at)))] if isinstance(op, SumDistances) else [op]
+    return [replace(op, at=tuple(map(_on_the_host, op.at)))] if isinstance(op, launch.SumDistances) else [op]
 
 
 def _on_the_host(place: str) -> str:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.heuristics import WIDEST
-from attngen.ir import Kernel, Module, Op, tile
-from attngen.ir.host import Launch
+from attngen.ir import Kernel, Module, Op, launch, tile
 from attngen.tiles.sizes import tile_width
 from attngen.transforms.base import Pass
 from attngen.transforms.dce import prune
@@ -55,7 +54,7 @@ def _has_both(kernel: Kernel) -> bool:
 
 def _launch_each(op: Op, both: set[str]) -> list[Op]:
     """Replace the launch of a kernel in `both` by the launches of @dk and @dv."""
-    if not isinstance(op, Launch) or op.kernel not in both:
+    if not isinstance(op, launch.Launch) or op.kernel not in both:
         return [op]
     return [
         replace(

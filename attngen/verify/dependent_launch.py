@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product, takewhile
 
-from attngen.ir import TENSORS, Kernel, Module, Op, only, tile
-from attngen.ir.host import Alloc, Host, If, Launch, View
+from attngen.ir import TENSORS, Host, Kernel, Module, Op, launch, only, tile
 
 
 def dependent_launch(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -38,9 +37,9 @@ def host_dependent_launch(module: Module, host: Host) -> Iterator[str]:
     """
     kernels = {kernel.name: kernel for kernel in module.kernels}
     for block in host.blocks:
-        before: Launch | None = None
+        before: launch.Launch | None = None
         for op in block.ops:
-            if isinstance(op, Launch) and op.kernel in kernels and (kernel := kernels[op.kernel]).traits.waits:
+            if isinstance(op, launch.Launch) and op.kernel in kernels and (kernel := kernels[op.kernel]).traits.waits:
                 if before is None or not kernels[before.kernel].launches_dependents:
                     what = f"it follows @{before.kernel}" if before else "no launch is right before it"
                     expected = "a kernel that launches dependents"
@@ -51,9 +50,11 @@ def host_dependent_launch(module: Module, host: Host) -> Iterator[str]:
                         if _roots(host, _given(op, name)) & _roots(host, _given(before, made)):
                             reads = f"it reads %{name} before it waits for @{before.kernel}"
                             yield f"launch @{op.kernel}: {reads}, which stores it as %{made}"
-            if isinstance(op, Launch):
+            if isinstance(op, launch.Launch):
                 before = op if op.kernel in kernels else None
-            elif not isinstance(op, (tile.Arg, tile.Map, View)) and not (isinstance(op, Alloc) and op.fill is None):
+            elif not isinstance(op, (tile.Arg, tile.Map, launch.View)) and not (
+                isinstance(op, launch.Alloc) and op.fill is None
+            ):
                 before = None
 
 
@@ -73,7 +74,7 @@ def _read_early(kernel: Kernel) -> list[str]:
     return found
 
 
-def _given(op: Launch, name: str) -> str:
+def _given(op: launch.Launch, name: str) -> str:
     """The host's value for an argument of a launch."""
     return dict(op.args).get(name, name)
 
@@ -82,9 +83,9 @@ def _roots(host: Host, ref: str) -> set[str]:
     """The tensors of which a value may be a view; for a result of an `if`, those of both branches."""
     name, _, field = ref.partition(".")
     op = host.by_name.get(name)
-    if isinstance(op, View):
+    if isinstance(op, launch.View):
         return _roots(host, op.src)
-    if not isinstance(op, If):
+    if not isinstance(op, launch.If):
         return {ref}
     given = [
         dict(last.values).get(field)

@@ -7,10 +7,23 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from attngen.ir import AXIS_DIM, SPLIT_DIM, TENSORS, WHOLE, Kernel, Module, Op, Type, dimension, only, tile
+from attngen.ir import (
+    AXIS_DIM,
+    SPLIT_DIM,
+    TENSORS,
+    WHOLE,
+    Host,
+    Kernel,
+    Module,
+    Op,
+    Type,
+    dimension,
+    launch,
+    only,
+    tile,
+)
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.host import COLUMN_VIEWS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import (
     AXES,
     DROPOUT_SCALARS,
@@ -43,7 +56,7 @@ def structure(module: Module, host: Host) -> Iterator[str]:
     if "entry" not in blocks:
         yield "no block @entry"
         return
-    branches = [name for op in host.ops() if isinstance(op, If) for name in (op.then, op.orelse) if name]
+    branches = [name for op in only(host.ops(), launch.If) for name in (op.then, op.orelse) if name]
     for name in dict.fromkeys([*blocks, *branches]):
         if blocks.count(name) != 1 or branches.count(name) != (name != "entry"):
             yield f"@{name} is not the branch of one `if`; only @entry is no branch"
@@ -75,7 +88,7 @@ def defined(module: Module, host: Host) -> Iterator[str]:
             for ref in (*op.operands(), *_named(op, sizes)):
                 if ref not in here:
                     yield f"%{op.name} reads %{ref} where it is not defined"
-            if isinstance(op, If):
+            if isinstance(op, launch.If):
                 for name in (op.then, op.orelse):
                     yield from walk(name, here) if name else ()
                 fields = [_yielded(host, name) for name in (op.then, op.orelse)]
@@ -122,11 +135,11 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         made = {name: known[name.upper()] for d in module.derived if d.program for name in d.names}
         for op in host.ops():
             dtype, dims = made.get(op.name.lower(), ("", ()))
-            if isinstance(op, Alloc) and dtype and (op.type.dtype, op.type.dims) != (dtype, dims):
+            if isinstance(op, launch.Alloc) and dtype and (op.type.dtype, op.type.dims) != (dtype, dims):
                 yield f"%{op.name} is {_text(op.type)}; expected {dtype}[{', '.join(dims)}], as `derive` says"
     for op in host.ops():
         if (
-            not isinstance(op, (tile.Arg, If, Launch, Copy, tile.Yield))
+            not isinstance(op, (tile.Arg, launch.If, launch.Launch, launch.Copy, tile.Yield))
             and op.name.lower() in (given.keys() & own) - made.keys()
         ):
             name = op.name.lower()
@@ -157,7 +170,7 @@ def _fields(fields: dict[str, Type]) -> str:
     return ", ".join(fields) or "nothing"
 
 
-def _other(op: If) -> str:
+def _other(op: launch.If) -> str:
     """The other branch of an `if`, as the subject of "yields"."""
     return f"@{op.orelse} yields" if op.orelse else "there is no other branch, which would yield"
 
@@ -165,9 +178,9 @@ def _other(op: If) -> str:
 def types(module: Module, host: Host) -> Iterator[str]:
     """A view has the dimensions that follow from its source, and a sum those that remain."""
     for op in host.ops():
-        if isinstance(op, View):
+        if isinstance(op, launch.View):
             expected = _viewed(op.by, host.type_of(op.src).dims, op.type.dims)
-        elif isinstance(op, Sum):
+        elif isinstance(op, launch.Sum):
             expected = tuple(d for d in host.type_of(op.value).dims if d not in op.over)
             expected = op.type.dims if sorted(expected) == sorted(op.type.dims) else expected  # in any order
         else:
@@ -182,8 +195,8 @@ def _viewed(by: str, dims: tuple[str, ...], have: tuple[str, ...]) -> tuple[str,
         return tuple(h if d == "*" else d for d, h in zip(dims, have))
     if by == "heads":
         return tuple(x for d in dims for x in (("Hkv", "group") if d == "Hq" else (d,)))
-    if by in COLUMN_VIEWS:
-        return (*dims[:-1], COLUMN_VIEWS[by]) if dims[-1] == "D_QK" else dims
+    if by in launch.COLUMN_VIEWS:
+        return (*dims[:-1], launch.COLUMN_VIEWS[by]) if dims[-1] == "D_QK" else dims
     return tuple({"Hq": "Hkv", "Nq": "Gq"}.get(d, d) for d in dims)
 
 
@@ -196,9 +209,9 @@ def launches(module: Module, host: Host) -> Iterator[str]:
     """
     kernels = {kernel.name: kernel for kernel in module.kernels}
     by_tma = {name for name, kernel in kernels.items() if kernel.traits.adds_in_order and kernel.traits.reads_pairs}
-    aligned = [op.then for op in host.ops() if isinstance(op, If) and rows_are_aligned() in _implied(host, op.where)]
+    aligned = [op.then for op in only(host.ops(), launch.If) if rows_are_aligned() in _implied(host, op.where)]
     for op in host.ops():
-        if not isinstance(op, Launch):
+        if not isinstance(op, launch.Launch):
             continue
         if op.kernel not in kernels:
             yield f"it launches @{op.kernel}; the kernels are {', '.join(kernels)}"
@@ -226,7 +239,7 @@ def launches(module: Module, host: Host) -> Iterator[str]:
     yield from _split_alike(kernels, host)
 
 
-def _capacity(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+def _capacity(module: Module, host: Host, op: launch.Launch, kernel: Kernel) -> Iterator[str]:
     """The capacity of a sequence, `Nc`, is the number of rows in its pages."""
     if module.cache is None or not module.cache.page or not any(arg.name == "PAGE_TABLE" for arg in kernel.args):
         return
@@ -237,7 +250,7 @@ def _capacity(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterato
         yield f"the capacity of a sequence is {have}; expected `Nc`, {to_text(expected)}"
 
 
-def _items(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+def _items(host: Host, op: launch.Launch, kernel: Kernel) -> Iterator[str]:
     """The tensors of partial results have room for all splits that may be made."""
     if kernel.kv_split is None:
         return
@@ -250,9 +263,7 @@ def _items(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
 def _split_alike(kernels: dict[str, Kernel], host: Host) -> Iterator[str]:
     """Kernels with splits of the same keys compute the same splits: they get the same numbers, and the same tensors to
     read numbers from."""
-    launches = [
-        op for op in host.ops() if isinstance(op, Launch) and op.kernel in kernels and kernels[op.kernel].kv_split
-    ]
+    launches = [op for op in only(host.ops(), launch.Launch) if op.kernel in kernels and kernels[op.kernel].kv_split]
     names = {
         name for op in launches for arg in kernels[op.kernel].args for name in (arg.name,) if arg.role == "scalar"
     } - {"scale"}
@@ -280,7 +291,7 @@ def _implied(host: Host, where: Bool) -> set[Bool]:
     return found
 
 
-def _argument(host: Host, op: Launch, arg: tile.Arg, ref: str) -> Iterator[str]:
+def _argument(host: Host, op: launch.Launch, arg: tile.Arg, ref: str) -> Iterator[str]:
     sizes = dict(op.sizes)
     if arg.role == "scalar" and arg.name in (FOUND.keys() | sizes.keys() | host.sizes):
         return
@@ -294,7 +305,7 @@ def _argument(host: Host, op: Launch, arg: tile.Arg, ref: str) -> Iterator[str]:
         yield f"%{ref} is {found}; expected {expected} for %{arg.name}"
 
 
-def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+def _grid(host: Host, op: launch.Launch, kernel: Kernel) -> Iterator[str]:
     """There is a program for each head, split and sequence, and for each tile of the program axis, unless each program
     visits all tiles.
 
@@ -334,11 +345,12 @@ def read(module: Module, host: Host) -> Iterator[str]:
     refs |= {str(s) for op in host.ops() for e in _conditions(op) for s in e.free_symbols}
     kernels = {kernel.name: kernel for kernel in module.kernels}
     for op in host.ops():
-        if isinstance(op, Launch) and op.kernel in kernels:
+        if isinstance(op, launch.Launch) and op.kernel in kernels:
             refs |= {arg.name for arg in kernels[op.kernel].args} - dict(op.args).keys()
     for op in host.ops():
         if (
-            isinstance(op, (Alloc, View, ListBlocks)) or (isinstance(op, tile.Map) and not op.type.dims)
+            isinstance(op, (launch.Alloc, launch.View, launch.ListBlocks))
+            or (isinstance(op, tile.Map) and not op.type.dims)
         ) and op.name not in refs:
             yield f"%{op.name} is read by nothing"
 
@@ -367,7 +379,7 @@ def reasons(module: Module) -> Iterator[tuple[str, str]]:
             yield from ((name, reason) for reason in broken)
             if broken:
                 break
-    launched = {op.kernel for host in module.hosts for op in host.ops() if isinstance(op, Launch)}
+    launched = {op.kernel for host in module.hosts for op in only(host.ops(), launch.Launch)}
     for kernel in module.kernels:
         if module.hosts and kernel.name not in launched:
             yield "host-launches", f"no host program launches @{kernel.name}"

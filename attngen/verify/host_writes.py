@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir import Bool, Module, Op, only, tile
-from attngen.ir.host import Alloc, Copy, Host, If, Launch, View
+from attngen.ir import Bool, Host, Module, Op, launch, only, tile
 from attngen.ir.names import (
     INTEGERS,
 )
@@ -46,12 +45,12 @@ class _Writes:
         return self.found
 
     def _is_field(self, ref: str) -> bool:
-        return isinstance(self.host.by_name[ref.partition(".")[0]], If)
+        return isinstance(self.host.by_name[ref.partition(".")[0]], launch.If)
 
     def _tensor(self, ref: str) -> str:
         """The tensor that has the elements of a value; for a view, its source."""
         op = self.host.by_name[ref.partition(".")[0]]
-        return self._tensor(op.src) if isinstance(op, View) else op.name
+        return self._tensor(op.src) if isinstance(op, launch.View) else op.name
 
     def _block(self, block: str, state: set[str]) -> set[str]:
         for op in self.host.block(block).ops:
@@ -60,16 +59,16 @@ class _Writes:
 
     def _op(self, op: Op, state: set[str]) -> set[str]:
         match op:
-            case Alloc():
+            case launch.Alloc():
                 filled = op.fill is not None and op.fill_where == sympy.true
                 return state | {op.name} if filled or op.where == sympy.false else state
-            case If():
+            case launch.If():
                 return self._if(op, state)
-            case Launch() if op.kernel in self.kernels:
+            case launch.Launch() if op.kernel in self.kernels:
                 return self._launch(op, state)
-            case Copy():
+            case launch.Copy():
                 return state | {op.into} if op.src in state else state
-            case View():
+            case launch.View():
                 return state
         reads = (
             [ref for _, ref in op.values if not self._is_field(ref)]
@@ -85,7 +84,7 @@ class _Writes:
         if not {name, ref.partition(".")[0]} & state:
             self.found.append(f"{reader} reads %{ref}, which is not written on every path to it")
 
-    def _launch(self, op: Launch, state: set[str]) -> set[str]:
+    def _launch(self, op: launch.Launch, state: set[str]) -> set[str]:
         given = dict(op.args)
         args = self.kernels[op.kernel].args
         moved = {op.dst.tensor for op in only(self.kernels[op.kernel].ops(), tile.Scatter) if op.op in ("min", "max")}
@@ -100,16 +99,16 @@ class _Writes:
     def _write(self, ref: str) -> set[str]:
         """The tensors that are written when a kernel writes to a value."""
         op = self.host.by_name.get(ref)
-        if isinstance(op, View):
+        if isinstance(op, launch.View):
             source = self.host.by_name[op.src]
-            contiguous = isinstance(source, Alloc) and not source.like
+            contiguous = isinstance(source, launch.Alloc) and not source.like
             # A view of another layout may be a new tensor, which `copy` writes back.
             return {ref, op.src} if contiguous else {ref}
-        if isinstance(op, Alloc) and op.otherwise:
+        if isinstance(op, launch.Alloc) and op.otherwise:
             self.except_where[op.otherwise] = op.where
         return {ref}
 
-    def _if(self, op: If, state: set[str]) -> set[str]:
+    def _if(self, op: launch.If, state: set[str]) -> set[str]:
         inside = self._block(op.then, state)
         if op.where != sympy.true and not op.of:
             # Tensors that are written unless this condition holds; if it holds, the branch writes them.
@@ -124,7 +123,7 @@ class _Writes:
         found = set(tensors)
         for name in tensors:
             dims, where = self._extent(name)
-            for other in (op.name for op in self.host.ops() if isinstance(op, Alloc)):
+            for other in (op.name for op in only(self.host.ops(), launch.Alloc)):
                 more, when = self._extent(other)
                 if dims <= more and (where in (sympy.true, when) or when in sympy.Or.make_args(where)):
                     found.add(other)
@@ -133,4 +132,4 @@ class _Writes:
     def _extent(self, name: str) -> tuple[set[str], Bool]:
         """The dimensions of a tensor that may be 0, and the condition of its allocation."""
         op = self.host.by_name[name]
-        return set(self.host.type_of(name).dims) - POSITIVE, op.where if isinstance(op, Alloc) else sympy.true
+        return set(self.host.type_of(name).dims) - POSITIVE, op.where if isinstance(op, launch.Alloc) else sympy.true

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir import TENSORS, Expr, Kernel, Module, symbol, tile, to_text
-from attngen.ir.host import Alloc, Host, Launch
+from attngen.ir import TENSORS, Expr, Host, Kernel, Module, launch, symbol, tile, to_text
 from attngen.ir.names import CALL_ROWS, SHAPES, START_RANKS, STARTS, WHOLE_LENGTHS
 from attngen.tiles.tiles import tile_loops
 
@@ -58,7 +57,7 @@ def _is_position(kernel: Kernel, e: Expr, axis: str) -> bool:
     return _is_position(kernel, op.tile, axis)
 
 
-def lengths(op: Launch, kernel: Kernel) -> Iterator[str]:
+def lengths(op: launch.Launch, kernel: Kernel) -> Iterator[str]:
     """A launch of a kernel that computes positions passes it the lengths of the whole sequence, and the call's rows."""
     expected = {size: symbol(name) for size, name in WHOLE_LENGTHS.items()}
     expected |= {rows: symbol(size) for size, rows in CALL_ROWS.items()}
@@ -68,7 +67,7 @@ def lengths(op: Launch, kernel: Kernel) -> Iterator[str]:
             yield f"{name} is `{to_text(given[name])}`; expected `{to_text(e)}`, as calls have chunks of a sequence"
 
 
-def sums_of_part(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+def sums_of_part(host: Host, op: launch.Launch, kernel: Kernel) -> Iterator[str]:
     """A fused backward that writes dQ first and adds to it later gets dQ filled with 0 where the call has a part of the
     keys: no program writes rows that see none of them, whose LSE may be finite."""
     if not (kernel.traits.places and kernel.traits.adds_in_order):
@@ -76,6 +75,6 @@ def sums_of_part(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     is_part = sympy.Lt(symbol("Nk"), symbol(WHOLE_LENGTHS["Nk"]))
     for name in (arg.name for arg in kernel.args if arg.name == "DQ_ACC" and arg.role == "out"):
         made = host.by_name[dict(op.args).get(name, name)]
-        if not isinstance(made, Alloc) or made.fill != 0 or made.fill_where not in (sympy.true, is_part):
+        if not isinstance(made, launch.Alloc) or made.fill != 0 or made.fill_where not in (sympy.true, is_part):
             condition = f"fill(0) fill_where({to_text(is_part)})"
             yield f"%{name} is not 0 in rows that see no key of the call; expected `{condition}`"

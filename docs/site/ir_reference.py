@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from attngen.builders import build_module
 from attngen.errors import suggest
-from attngen.ir import Access, Block, Op, Type, WarpGroup, pipe, tile
+from attngen.ir import Access, Block, Host, Op, Type, WarpGroup, launch, pipe, tile
 from attngen.ir.grid import GridAxis, KVSplit
-from attngen.ir.host import HOST, Host
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Cache, Config, Derived, Input, InputGradient, Meaning, Module, Read
 from attngen.lowering.pipeline import passes
@@ -40,7 +39,7 @@ STRUCTURES: dict[str, tuple[type, ...]] = {
 OPS_BY_LEVEL: dict[str, Mapping[str, type[Op]]] = {
     "Ops of kernels": tile.TILE.own,
     "Ops of warp-specialized kernels": pipe.PIPE.own,
-    "Ops of host programs": HOST.own,
+    "Ops of host programs": launch.HOST.own,
 }
 OF_WARP_SPECIALIZED, OF_HOST = "warp-specialized kernels", "host programs"
 FIRST_EXAMPLE = "causal_gqa"  # the module in which examples of ops are looked for first

@@ -24,8 +24,7 @@ from attngen.conformance.oracle import (
 )
 from attngen.interp.host import execute
 from attngen.interp.values import DOUBLE
-from attngen.ir import Module, Op, symbol
-from attngen.ir.host import If
+from attngen.ir import Module, Op, launch, symbol
 from attngen.ir.sizes import Sizes
 from attngen.spec import Spec
 from attngen.transforms.base import Pass
@@ -204,7 +203,7 @@ def with_many_queries(module: Module) -> Module:
     """Return the module that treats no number of queries as few."""
 
     def change(op: Op) -> list[Op]:
-        by_size = isinstance(op, If) and symbol("Nq") in op.where.free_symbols
+        by_size = isinstance(op, launch.If) and symbol("Nq") in op.where.free_symbols
         return [replace(op, where=sympy.false)] if by_size else [op]
 
     return replace(module, hosts=tuple(host.rewrite(change) for host in module.hosts))

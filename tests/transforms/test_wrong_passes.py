@@ -13,8 +13,7 @@ import sympy
 
 from attngen.builders import build_module
 from attngen.errors import AttngenError
-from attngen.ir import Module, Op, symbol, tile
-from attngen.ir.host import Alloc, Copy, Launch, ListBlocks, Place, SumDistances, View
+from attngen.ir import Module, Op, launch, symbol, tile
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.transforms.base import Pass
@@ -125,28 +124,28 @@ HostChange = Callable[[Op], list[Op]]
 
 
 def sum_of_splits_left_out(op: Op) -> list[Op]:
-    return [] if isinstance(op, Launch) and op.kernel == "dkdv_end" else [op]
+    return [] if isinstance(op, launch.Launch) and op.kernel == "dkdv_end" else [op]
 
 
 def copy_left_out(op: Op) -> list[Op]:
-    return [] if isinstance(op, Copy) else [op]
+    return [] if isinstance(op, launch.Copy) else [op]
 
 
 def delta_not_launched(op: Op) -> list[Op]:
-    return [] if isinstance(op, Launch) and op.kernel == "delta" else [op]
+    return [] if isinstance(op, launch.Launch) and op.kernel == "delta" else [op]
 
 
 def maximum_from_zero(op: Op) -> list[Op]:
-    return [replace(op, fill=sympy.Integer(0)) if isinstance(op, Alloc) and op.name == "ROW_MAX" else op]
+    return [replace(op, fill=sympy.Integer(0)) if isinstance(op, launch.Alloc) and op.name == "ROW_MAX" else op]
 
 
 def buffers_not_filled(op: Op) -> list[Op]:
-    return [replace(op, fill=None) if isinstance(op, Alloc) else op]
+    return [replace(op, fill=None) if isinstance(op, launch.Alloc) else op]
 
 
 def heads_in_wrong_order(op: Op) -> list[Op]:
     """View query heads as if those of one K/V head were `Hkv` heads from each other."""
-    if not isinstance(op, View) or op.by != "heads":
+    if not isinstance(op, launch.View) or op.by != "heads":
         return [op]
     batch, kv_heads, group, *rest = op.type.dims
     return [replace(op, type=replace(op.type, dims=(batch, group, kv_heads, *rest)))]
@@ -154,29 +153,29 @@ def heads_in_wrong_order(op: Op) -> list[Op]:
 
 def heads_taken_for_one(op: Op) -> list[Op]:
     """Launch @packed as if its rows were the queries of one head."""
-    packed = isinstance(op, Launch) and op.kernel == "packed"
+    packed = isinstance(op, launch.Launch) and op.kernel == "packed"
     return [replace(op, sizes=tuple((name, symbol("Gq")) for name, _ in op.sizes)) if packed else op]
 
 
 def distances_off(op: Op) -> list[Op]:
     return [
         replace(op, at=tuple(f"{e} + 1" if "distance" in e else e for e in op.at))
-        if isinstance(op, SumDistances)
+        if isinstance(op, launch.SumDistances)
         else op
     ]
 
 
 def placed_elsewhere(op: Op) -> list[Op]:
-    return [replace(op, at=tuple("0" if e.isdigit() else e for e in op.at)) if isinstance(op, Place) else op]
+    return [replace(op, at=tuple("0" if e.isdigit() else e for e in op.at)) if isinstance(op, launch.Place) else op]
 
 
 def partial_blocks_as_full(op: Op) -> list[Op]:
     """List every block with a visible pair as a full one."""
-    return [replace(op, full=op.src) if isinstance(op, ListBlocks) and op.full else op]
+    return [replace(op, full=op.src) if isinstance(op, launch.ListBlocks) and op.full else op]
 
 
 def lists_of_the_other_axis(op: Op) -> list[Op]:
-    return [replace(op, own={"q": "kv", "kv": "q"}[op.own]) if isinstance(op, ListBlocks) else op]
+    return [replace(op, own={"q": "kv", "kv": "q"}[op.own]) if isinstance(op, launch.ListBlocks) else op]
 
 
 KV_OUTER = make_spec({"name": "kv_outer", "head_dim": 16, "mask": "causal", "schedule": {"order": "kv_outer"}})
