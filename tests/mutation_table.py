@@ -236,9 +236,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a warp group that stores tiles starts in the wrong phase",
-        "attngen/targets/hopper/printing/warp_group_views.py",
-        'f"{short}_phase": str(int(writes))',
-        'f"{short}_phase": str(int(not writes))',
+        "attngen/targets/hopper/lowering/counters.py",
+        "stage, phase, int(writes))",
+        "stage, phase, int(not writes))",
         "tests/hopper/test_generated.py tests/hopper/test_fused_backward_printing.py tests/hopper/test_mla_decode.py",
         ("causal_gqa", "decode_mla"),
     ),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from attngen.codegen.layout import tuple_text
 from attngen.codegen.wrapper import Wrapper
 from attngen.codegen.wrapper_text import (
     PYTHON_TYPES,
@@ -18,6 +17,7 @@ from attngen.codegen.wrapper_text import (
 from attngen.ir import Input, floordiv, only, symbol, tile
 from attngen.ir.dtypes import QUANTISED_TORCH, latent_bytes
 from attngen.ir.names import SCALES
+from attngen.targets.printing.layout import tuple_text
 
 
 @dataclass(frozen=True)

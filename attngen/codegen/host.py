@@ -12,7 +12,6 @@ from typing import Any
 
 import sympy
 
-from attngen.codegen.layout import LONGEST, fitted, tuple_text
 from attngen.codegen.torch_text import to_torch
 from attngen.ir import AXIS_DIM, AXIS_EXTENT, SPLIT_DIM, WHOLE, Host, Kernel, Module, Type, launch, only, tile
 from attngen.ir.behaviour import Handlers, handles
@@ -21,6 +20,7 @@ from attngen.ir.expr import exp2, log2, select, symbol
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, WHOLE_LENGTHS, stride_names
 from attngen.targets.common.base import PrintedKernel
+from attngen.targets.printing.layout import LONGEST, fitted, tuple_text
 
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}

@@ -12,8 +12,8 @@ import textwrap
 import tokenize
 from itertools import accumulate
 
-from attngen.codegen.breaking import expression, outermost, parted, without_texts
-from attngen.codegen.layout import WIDTH, fill, fold, strings
+from attngen.targets.printing.breaking import expression, outermost, parted, without_texts
+from attngen.targets.printing.layout import WIDTH, fill, fold, strings
 
 LIMIT = 120
 _TEXT = re.compile(r'\w*"[^"]*"')

@@ -11,7 +11,6 @@ from typing import Any
 import jinja2
 import sympy
 
-from attngen.codegen import layout
 from attngen.codegen.cache_wrapper import CacheWrapper
 from attngen.codegen.host import HostContext, handle
 from attngen.codegen.lines import within
@@ -24,6 +23,7 @@ from attngen.ir import Module, launch
 from attngen.ir.printer import print_module
 from attngen.runtime import bundle
 from attngen.targets.common.base import PrintedKernel
+from attngen.targets.printing import layout
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.verify.inputs import verify_interface
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attngen.codegen.layout import tuple_text
 from attngen.codegen.wrapper_text import (
     PYTHON_TYPES,
     SCHEMA_TYPES,
@@ -23,6 +22,7 @@ from attngen.ir.dtypes import ELEMENTS, TORCH, by_precision, result_type
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import FLAT, WHOLE_LENGTHS, block_lists, of_sequence
 from attngen.lang.part import NATURAL
+from attngen.targets.printing.layout import tuple_text
 
 _SHARDS = ['"B"', '"Hq"']
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable
 
 from attngen.codegen.host import sizes_of
-from attngen.codegen.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir import Derived, Input, tile
 from attngen.ir.names import BLOCKS, CHUNKS, FOUND, START_RANKS, STARTS
 from attngen.scores import derive_functions
+from attngen.targets.printing.layout import tuple_text
 
 PYTHON_TYPES = {"i32": "int", "f32": "float"}
 # Numbers of chunks, as source text.

@@ -23,7 +23,7 @@ FILES = (
     "module",
     "launch",
 )  # as in __init__.pyi
-DIALECTS = ("tile", "pipe", "launch")
+DIALECTS = ("tile", "pipe", "gl", "launch")
 
 
 def __getattr__(name: str) -> Any:

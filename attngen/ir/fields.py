@@ -146,6 +146,7 @@ class Kind:
 
 WORD = Kind(str, parse_word)
 COUNT = Kind(str, _parse_count)
+TEXT = Kind(str, lambda text, where: text)
 FLAG = Kind(lambda v: "yes", lambda text, where: True)
 BLOCK = Kind(lambda v: f"@{v}", parse_word)
 TYPE = Kind(print_type, parse_type)
@@ -182,6 +183,7 @@ ACCESS = Kind(
 # The annotations of fields.
 Word = Annotated[str, WORD]
 Words = Annotated[tuple[str, ...], WORDS]
+Text = Annotated[str, TEXT]  # for readers; its brackets match
 BlockName = Annotated[str, BLOCK]
 Exprs = Annotated[tuple[Any, ...], EXPRS]
 Ranges = Annotated[tuple[tuple[Any, Any], ...], RANGES]  # (start, end) of each range

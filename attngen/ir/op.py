@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints, overload
 
 from attngen.ir.core import Type
 from attngen.ir.expr import symbol_names
-from attngen.ir.fields import Kind, Names, expressions_in, kind_of
+from attngen.ir.fields import BLOCK, Kind, Names, expressions_in, kind_of
 
 SomeOp = TypeVar("SomeOp", bound="Op")
 
@@ -42,6 +42,11 @@ class Declaration:
     def operands(self) -> tuple[tuple[str, Callable[[Any], Iterable[str]]], ...]:
         """The fields that name values, each with the function that lists these."""
         return tuple((name, kind.refs) for name, kind in self.kinds.items() if kind.refs)
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """The fields that name blocks."""
+        return tuple(name for name, kind in self.kinds.items() if kind is BLOCK)
 
     @cached_property
     def omitted(self) -> Mapping[str, Any]:

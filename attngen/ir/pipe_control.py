@@ -181,7 +181,7 @@ class PipelinedLoop(Op):
 
 def bodies_of(op: Op) -> tuple[str, ...]:
     """The blocks that an op runs, except the block `of` of a work loop."""
-    return op.bodies if isinstance(op, PipelinedLoop) else (op.body,) if isinstance(op, (Loop, WorkLoop)) else ()
+    return tuple(name for field in op.declared.blocks if field != "of" and (name := getattr(op, field)))
 
 
 class MaskedFullTiles(NamedTuple):

@@ -192,8 +192,8 @@ def fwd_producer(
     K_stage, K_loads = 0, 0
     V_stage, V_loads = 0, 0
     for copy in gl.static_range(2):
-        mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
-        _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
+        mbarrier.expect(Q_full.index(copy), 2 * ROWS * D_QK)
+        _tma_load(Q, [b, h, q_start + 64 * copy, 0], Q_full.index(copy), Q_smem.index(copy))
     partial_tiles = kv_end - kv_full_end
     full_tiles = kv_full_end
     # partial tiles, then full tiles
@@ -202,18 +202,18 @@ def fwd_producer(
         kv_start = kv_tile * BLOCK_KV
         if K_loads >= STAGES:
             _barrier_sync(5 + K_stage, THREADS)  # the stage is free
-        mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+        mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
         _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
         K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
         if V_loads >= STAGES:
             _barrier_sync(5 + STAGES + V_stage, THREADS)  # the stage is free
-        mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+        mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
         _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
         V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
     for _ in range(gl.minimum(K_loads, STAGES)):
         K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
         _barrier_sync(5 + K_stage, THREADS)
-    for _ in range(gl.minimum(V_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, V_loads)):
         V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
         _barrier_sync(5 + STAGES + V_stage, THREADS)
 
@@ -234,10 +234,10 @@ def fwd_consumer(
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
-    K_stage, K_phase = 0, 0
-    V_stage, V_phase = 0, 0
     q_start = q_start + _WARP_GROUP * ROWS
     q_idx = q_start + q_off
+    K_stage, K_phase = 0, 0
+    V_stage, V_phase = 0, 0
     if _WARP_GROUP == 1:
         _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
@@ -255,7 +255,7 @@ def fwd_consumer(
     # tiles whose keys are all hidden from this warp group's rows
     for _ in range(hidden_tiles):
         _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         mbarrier.wait(K_full.index(K_stage), K_phase)
         _barrier_arrive(5 + K_stage, THREADS)
         K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
@@ -277,7 +277,7 @@ def fwd_consumer(
             use_acc=False,
             is_async=True,
         )
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         s = warpgroup_mma_wait(0, deps=[s_flight])
         _barrier_arrive_early(5 + K_stage, THREADS)
         K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
@@ -309,7 +309,7 @@ def fwd_consumer(
             v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
             weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
             _barrier_arrive_early(5 + K_stage, THREADS)
             K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
@@ -432,22 +432,22 @@ def dq_producer(
     K_stage, K_loads = 0, 0
     V_loads = 0
     for copy in gl.static_range(2):
-        mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
-        _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
+        mbarrier.expect(Q_full.index(copy), 2 * ROWS * D_QK)
+        _tma_load(Q, [b, h, q_start + 64 * copy, 0], Q_full.index(copy), Q_smem.index(copy))
     for copy in gl.static_range(2):
-        mbarrier.expect(dO_full.index(copy), ROWS * D_V * 2)
-        _tma_load(dO, [b, h, q_start + copy * 64, 0], dO_full.index(copy), dO_smem.index(copy))
+        mbarrier.expect(dO_full.index(copy), 2 * ROWS * D_V)
+        _tma_load(dO, [b, h, q_start + 64 * copy, 0], dO_full.index(copy), dO_smem.index(copy))
     # tiles in order
     for kv_tile in range(kv_end):
         kv_start = kv_tile * BLOCK_KV
         if K_loads >= STAGES:
             _barrier_sync(5 + K_stage, THREADS)  # the stage is free
-        mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+        mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
         _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
         K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
         if V_loads >= 1:
             _barrier_sync(5 + STAGES, THREADS)  # the stage is free
-        mbarrier.expect(V_full.index(0), BLOCK_KV * D_V * 2)
+        mbarrier.expect(V_full.index(0), 2 * BLOCK_KV * D_V)
         _tma_load(V, [b, h, kv_start, 0], V_full.index(0), V_smem.index(0))
         V_loads += 1
     for _ in range(gl.minimum(K_loads, STAGES)):
@@ -476,10 +476,10 @@ def dq_consumer(
     d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, ACC))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = dQ.dtype
-    K_stage, K_phase = 0, 0
-    V_phase = 0
     q_start = q_start + _WARP_GROUP * ROWS
     q_idx = q_start + q_off
+    K_stage, K_phase = 0, 0
+    V_phase = 0
     if _WARP_GROUP == 1:
         _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
@@ -532,7 +532,7 @@ def dq_consumer(
             use_acc=False,
             is_async=True,
         )
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         dp = warpgroup_mma_wait(1, deps=[dp_flight])
         _barrier_arrive_early(5 + STAGES, THREADS)
         V_phase ^= 1
@@ -547,7 +547,7 @@ def dq_consumer(
         _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
         dq_flight = warpgroup_mma(ds_cast_operand, k, dq, is_async=True)
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         dq, ds_cast_operand = warpgroup_mma_wait(0, deps=[dq_flight, ds_cast_operand])
         _barrier_arrive_early(5 + K_stage, THREADS)
         K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
@@ -648,11 +648,11 @@ def dk_producer(
     Q_stage, Q_loads = 0, 0
     dO_loads = 0
     for copy in gl.static_range(2):
-        mbarrier.expect(K_full.index(copy), ROWS * D_QK * 2)
-        _tma_load(K, [b, h, kv_start + copy * 64, 0], K_full.index(copy), K_smem.index(copy))
+        mbarrier.expect(K_full.index(copy), 2 * ROWS * D_QK)
+        _tma_load(K, [b, h, kv_start + 64 * copy, 0], K_full.index(copy), K_smem.index(copy))
     for copy in gl.static_range(2):
-        mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
-        _tma_load(V, [b, h, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
+        mbarrier.expect(V_full.index(copy), 2 * ROWS * D_V)
+        _tma_load(V, [b, h, kv_start + 64 * copy, 0], V_full.index(copy), V_smem.index(copy))
     # tiles in order
     for q_tile in range(q_first, q_end):
         q_start = q_tile * BLOCK_Q
@@ -670,12 +670,12 @@ def dk_producer(
             DELTA_smem.index(Q_stage),
             Q_full.index(Q_stage),
         )
-        mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+        mbarrier.expect(Q_full.index(Q_stage), 2 * BLOCK_Q * D_QK)
         _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
         Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
         if dO_loads >= 1:
             _barrier_sync(5 + STAGES, THREADS)  # the stage is free
-        mbarrier.expect(dO_full.index(0), BLOCK_Q * D_V * 2)
+        mbarrier.expect(dO_full.index(0), 2 * BLOCK_Q * D_V)
         _tma_load(dO, [b, h, q_start, 0], dO_full.index(0), dO_smem.index(0))
         dO_loads += 1
     for _ in range(gl.minimum(Q_loads, STAGES)):
@@ -700,10 +700,10 @@ def dk_consumer(
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dK.dtype
-    Q_stage, Q_phase = 0, 0
-    dO_phase = 0
     kv_start = kv_start + _WARP_GROUP * ROWS
     kv_idx = kv_start + kv_off
+    Q_stage, Q_phase = 0, 0
+    dO_phase = 0
     if _WARP_GROUP == 1:
         _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
@@ -733,7 +733,7 @@ def dk_consumer(
             use_acc=False,
             is_async=True,
         )
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         dp = warpgroup_mma_wait(1, deps=[dp_flight])
         _barrier_arrive_early(5 + STAGES, THREADS)
         dO_phase ^= 1
@@ -750,7 +750,7 @@ def dk_consumer(
         _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
         dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         dk, ds_cast_operand = warpgroup_mma_wait(0, deps=[dk_flight, ds_cast_operand])
         _barrier_arrive_early(5 + Q_stage, THREADS)
         Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
@@ -851,8 +851,8 @@ def dv_producer(
     Q_stage, Q_loads = 0, 0
     dO_stage, dO_loads = 0, 0
     for copy in gl.static_range(2):
-        mbarrier.expect(K_full.index(copy), ROWS * D_QK * 2)
-        _tma_load(K, [b, h, kv_start + copy * 64, 0], K_full.index(copy), K_smem.index(copy))
+        mbarrier.expect(K_full.index(copy), 2 * ROWS * D_QK)
+        _tma_load(K, [b, h, kv_start + 64 * copy, 0], K_full.index(copy), K_smem.index(copy))
     # load the tiles that consumers use in one iteration
     for q_tile in range(q_first, q_full_first + (q_end - q_full_end)):
         q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
@@ -865,12 +865,12 @@ def dv_producer(
             LSE2_smem.index(Q_stage),
             Q_full.index(Q_stage),
         )
-        mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+        mbarrier.expect(Q_full.index(Q_stage), 2 * BLOCK_Q * D_QK)
         _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
         Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
         if dO_loads >= STAGES:
             _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
-        mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+        mbarrier.expect(dO_full.index(dO_stage), 2 * BLOCK_Q * D_V)
         _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
         dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
     # load the tiles that consumers use in one iteration
@@ -884,18 +884,18 @@ def dv_producer(
             LSE2_smem.index(Q_stage),
             Q_full.index(Q_stage),
         )
-        mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+        mbarrier.expect(Q_full.index(Q_stage), 2 * BLOCK_Q * D_QK)
         _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
         Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
         if dO_loads >= STAGES:
             _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
-        mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+        mbarrier.expect(dO_full.index(dO_stage), 2 * BLOCK_Q * D_V)
         _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
         dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
     for _ in range(gl.minimum(Q_loads, STAGES)):
         Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
         _barrier_sync(5 + Q_stage, THREADS)
-    for _ in range(gl.minimum(dO_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, dO_loads)):
         dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
         _barrier_sync(5 + STAGES + dO_stage, THREADS)
 
@@ -915,10 +915,10 @@ def dv_consumer(
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dV.dtype
-    Q_stage, Q_phase = 0, 0
-    dO_stage, dO_phase = 0, 0
     kv_start = kv_start + _WARP_GROUP * ROWS
     kv_idx = kv_start + kv_off
+    Q_stage, Q_phase = 0, 0
+    dO_stage, dO_phase = 0, 0
     if _WARP_GROUP == 1:
         _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
@@ -945,7 +945,7 @@ def dv_consumer(
             use_acc=False,
             is_async=True,
         )
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         s = warpgroup_mma_wait(0, deps=[s_flight])
         s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
         lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
@@ -972,7 +972,7 @@ def dv_consumer(
             do = dO_smem.index(dO_stage).reshape([BLOCK_Q, D_V])
             weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
             s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
             lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
@@ -999,7 +999,7 @@ def dv_consumer(
             do = dO_smem.index(dO_stage).reshape([BLOCK_Q, D_V])
             weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
             dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
             lse2 = LSE2_smem.index(Q_stage).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])

@@ -288,11 +288,11 @@ def bwd_producer(
 ):
     Q_stage, Q_loads = 0, 0
     dO_stage, dO_loads = 0, 0
-    mbarrier.expect(K_full.index(0), BLOCK_KV * D_QK * 2)
+    mbarrier.expect(K_full.index(0), 2 * BLOCK_KV * D_QK)
     _tma_load(K, [b, 0, kv_start, 0], K_full.index(0), K_smem.index(0))
     for copy in gl.static_range(2):
-        mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
-        _tma_load(V, [b, 0, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
+        mbarrier.expect(V_full.index(copy), 2 * ROWS * D_V)
+        _tma_load(V, [b, 0, kv_start + 64 * copy, 0], V_full.index(copy), V_smem.index(copy))
     # the program's query heads, one after another
     for g in range(g_first, g_end):
         # tiles in order; in the last heads in reversed order
@@ -313,18 +313,18 @@ def bwd_producer(
                 DELTA_smem.index(Q_stage),
                 Q_full.index(Q_stage),
             )
-            mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+            mbarrier.expect(Q_full.index(Q_stage), 2 * BLOCK_Q * D_QK)
             _tma_load(Q, [b, g, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
             Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
             if dO_loads >= STAGES:
                 _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
-            mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+            mbarrier.expect(dO_full.index(dO_stage), 2 * BLOCK_Q * D_V)
             _tma_load(dO, [b, g, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
             dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
     for _ in range(gl.minimum(Q_loads, STAGES)):
         Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
         _barrier_sync(5 + Q_stage, THREADS)
-    for _ in range(gl.minimum(dO_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, dO_loads)):
         dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
         _barrier_sync(5 + STAGES + dO_stage, THREADS)
 
@@ -349,10 +349,10 @@ def bwd_consumer(
     kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dK.dtype
-    Q_stage, Q_phase = 0, 0
-    dQ_stage, dQ_phase = 0, 1
     kv_start = kv_start + _WARP_GROUP * ROWS
     kv_idx = kv_start + kv_off
+    Q_stage, Q_phase = 0, 0
+    dQ_stage, dQ_phase = 0, 1
     if _WARP_GROUP == 1:
         _barrier_arrive(14, 256)  # the first instance starts
     seed = gl.load(SEED) if DROPOUT else 0
@@ -390,7 +390,7 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             if DROPOUT:
                 keep_words = _dropout_words(seed, b, g, q_start, kv_start, BLOCK_Q, SCORES, True)
             s = warpgroup_mma_wait(1, deps=[s_flight])
@@ -410,14 +410,13 @@ def bwd_consumer(
             ds_cast = _pack(ds, dtype)
             dS_smem.index(Q_stage).slice(_WARP_GROUP * ROWS, ROWS, 0).store(_unpack(ds_cast, dtype))
             fence_async_shared()
-            _barrier_arrive(5 + STAGES + STAGES + 2 * Q_stage + _WARP_GROUP, 256)  # this instance's part is written
+            _barrier_arrive(5 + _WARP_GROUP + 2 * Q_stage + 2 * STAGES, 256)  # this instance's part is written
             _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             p_kept_cast_operand = gl.convert_layout(_unpack(p_kept_cast, dtype), OPERAND)
             dv_flight = warpgroup_mma(p_kept_cast_operand, do, dv, is_async=True)
             ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
             dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-            # the other instance's part is written
-            _barrier_sync(5 + STAGES + STAGES + 2 * Q_stage + 1 - _WARP_GROUP, 256)
+            _barrier_sync(6 + 2 * Q_stage + 2 * STAGES - _WARP_GROUP, 256)  # the other instance's part is written
             ds_all = dS_smem.index(Q_stage)
             dq_flight = warpgroup_mma(
                 ds_all.permute((1, 0)),
@@ -426,9 +425,9 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             dv, p_kept_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_kept_cast_operand])
-            _barrier_arrive_early(5 + STAGES + Q_stage, THREADS)
+            _barrier_arrive_early(5 + Q_stage + STAGES, THREADS)
             dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
             _barrier_arrive_early(5 + Q_stage, THREADS)
             Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
@@ -499,12 +498,12 @@ def bwd_dq_reducer(
                 mbarrier.wait(dQ_full.index(dQ_stage), dQ_phase)
                 for piece in gl.static_range(2):
                     if _order == 0:
-                        _tma_store(DQ_ACC, [b, g, q_start, piece * 32], dQ_smem.index(2 * dQ_stage + piece))
+                        _tma_store(DQ_ACC, [b, g, q_start, 32 * piece], dQ_smem.index(piece + 2 * dQ_stage))
                     else:
                         _tma_reduce_add(
                             DQ_ACC,
-                            [b, g, q_start, piece * 32],
-                            dQ_smem.index(2 * dQ_stage + piece),
+                            [b, g, q_start, 32 * piece],
+                            dQ_smem.index(piece + 2 * dQ_stage),
                         )
                 _store_wait_read()
                 mbarrier.arrive(dQ_empty.index(dQ_stage), count=1)
@@ -572,7 +571,7 @@ def bwd(
         [STAGES, BLOCK_KV, BLOCK_Q],
         _shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
     )
-    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 32], DQ_ACC.layout)
+    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [4, 1, 1, BLOCK_Q, 32], DQ_ACC.layout)
     dQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dQ_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(1):

@@ -297,7 +297,7 @@ def fwd_producer(
             gl.maximum(0, gl.minimum(gl.minimum(Nk, document_end_least), 1 + Nk + q_start - Nq)) // BLOCK_KV,
         )
         if Work_loads >= 2:
-            _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+            _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
         _write_index(q_start, Work_smem.index(7 * Work_stage))
         _write_index(h, Work_smem.index(7 * Work_stage + 1))
         _write_index(b, Work_smem.index(7 * Work_stage + 2))
@@ -311,12 +311,12 @@ def fwd_producer(
         if Q_loads >= 2:
             _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
         for copy in gl.static_range(2):
-            mbarrier.expect(Q_full.index(2 * Q_stage + copy), ROWS * D_QK * 2)
+            mbarrier.expect(Q_full.index(copy + 2 * Q_stage), 2 * ROWS * D_QK)
             _tma_load(
                 Q,
-                [b, h, q_start + copy * 64, 0],
-                Q_full.index(2 * Q_stage + copy),
-                Q_smem.index(2 * Q_stage + copy),
+                [b, h, q_start + 64 * copy, 0],
+                Q_full.index(copy + 2 * Q_stage),
+                Q_smem.index(copy + 2 * Q_stage),
             )
         Q_stage, Q_loads = gl.where(Q_stage + 1 == 2, 0, Q_stage + 1), Q_loads + 1
         # load the tiles that consumers use in one iteration
@@ -325,12 +325,12 @@ def fwd_producer(
             kv_start = kv_tile * BLOCK_KV
             if K_loads >= STAGES:
                 _barrier_sync(7 + K_stage, THREADS)  # the stage is free
-            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
             _tma_load(K, [b, h // group, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
             K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
             if V_loads >= STAGES:
                 _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
-            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
             _tma_load(V, [b, h // group, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
             V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
         # load the tiles that consumers use in one iteration
@@ -338,34 +338,34 @@ def fwd_producer(
             kv_start = kv_tile * BLOCK_KV
             if K_loads >= STAGES:
                 _barrier_sync(7 + K_stage, THREADS)  # the stage is free
-            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
             _tma_load(K, [b, h // group, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
             K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
             if V_loads >= STAGES:
                 _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
-            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
             _tma_load(V, [b, h // group, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
             V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
         pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
     if Work_loads >= 2:
-        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
     _write_index(-1, Work_smem.index(7 * Work_stage))
     mbarrier.arrive(Work_full.index(Work_stage), count=1)
     Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
     _reset(COUNTER)
     for _ in range(gl.minimum(Q_loads, 2)):
-        Q_stage = gl.where(Q_stage == 0, 2 - 1, Q_stage - 1)
+        Q_stage = gl.where(Q_stage == 0, 1, Q_stage - 1)
         _barrier_sync(5 + Q_stage, THREADS)
     for _ in range(gl.minimum(K_loads, STAGES)):
         K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
         _barrier_sync(7 + K_stage, THREADS)
-    for _ in range(gl.minimum(V_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, V_loads)):
         V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
         _barrier_sync(7 + STAGES + V_stage, THREADS)
     for _ in range(gl.minimum(Work_loads, 2)):
-        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
-        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage = gl.where(Work_stage == 0, 1, Work_stage - 1)
+        _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)
 
 
 @gluon.jit
@@ -411,8 +411,8 @@ def fwd_consumer(
         q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
         qk_scale = LOG2E * scale
-        mbarrier.wait(Q_full.index(2 * Work_stage + _WARP_GROUP), Work_phase)
-        q = Q_smem.index(2 * Work_stage + _WARP_GROUP).reshape([ROWS, D_QK])
+        mbarrier.wait(Q_full.index(_WARP_GROUP + 2 * Work_stage), Work_phase)
+        q = Q_smem.index(_WARP_GROUP + 2 * Work_stage).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
@@ -541,11 +541,11 @@ def fwd_consumer(
         lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+        _barrier_arrive(7 + Work_stage + 2 * STAGES, THREADS)
         Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
         mbarrier.wait(Work_full.index(Work_stage), Work_phase)
         q_start = _read_index(Work_smem.index(7 * Work_stage))
-    _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+    _barrier_arrive(7 + Work_stage + 2 * STAGES, THREADS)
     Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     tma.store_wait(0)
 
@@ -563,16 +563,16 @@ def fwd(
     STAGES: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, for one query tile of a head.
-    Q_smem = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
-    Q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
     K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
     V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    Work_smem = gl.allocate_shared_memory(gl.int32, [7 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_smem = gl.allocate_shared_memory(gl.int32, [14, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     O_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
-    for at in gl.static_range(2 * 2):
+    for at in gl.static_range(4):
         mbarrier.init(Q_full.index(at), count=1)
     for at in gl.static_range(STAGES):
         mbarrier.init(K_full.index(at), count=1)

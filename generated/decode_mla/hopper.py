@@ -410,15 +410,15 @@ def decode_producer(
         Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
         ticket = _fetch_next(COUNTER)  # of the next tile: requested now, read after this tile's loads
         mbarrier.wait(Q_ROPE_empty.index(0), Q_ROPE_phase)
-        mbarrier.expect(Q_ROPE_full.index(0), BLOCK_Q * D_ROPE * 2)
+        mbarrier.expect(Q_ROPE_full.index(0), 2 * BLOCK_Q * D_ROPE)
         _tma_load(Q_ROPE, [b, 0, q_start, 0], Q_ROPE_full.index(0), Q_ROPE_smem.index(0))
         Q_ROPE_phase ^= 1
         mbarrier.wait(Q_left_empty.index(0), Q_left_phase)
-        mbarrier.expect(Q_left_full.index(0), BLOCK_Q * HALF_V * 2)
+        mbarrier.expect(Q_left_full.index(0), 2 * HALF_V * BLOCK_Q)
         _tma_load(Q, [b, 0, q_start, 0], Q_left_full.index(0), Q_left_smem.index(0))
         Q_left_phase ^= 1
         mbarrier.wait(Q_right_empty.index(0), Q_right_phase)
-        mbarrier.expect(Q_right_full.index(0), BLOCK_Q * HALF_V * 2)
+        mbarrier.expect(Q_right_full.index(0), 2 * HALF_V * BLOCK_Q)
         _tma_load(Q, [b, 0, q_start, HALF_V], Q_right_full.index(0), Q_right_smem.index(0))
         Q_right_phase ^= 1
         partial_tiles = kv_partial_to - kv_partial_from
@@ -436,7 +436,7 @@ def decode_producer(
             )
             if K_ROPE_even_loads >= 1:
                 _barrier_sync(7, 160)  # the stage is free
-            mbarrier.expect(K_ROPE_even_full.index(0), BLOCK_KV * D_ROPE * 2)
+            mbarrier.expect(K_ROPE_even_full.index(0), 2 * BLOCK_KV * D_ROPE)
             _tma_load(
                 K_ROPE,
                 [page_even, 0, 0, 0],
@@ -446,12 +446,12 @@ def decode_producer(
             K_ROPE_even_loads += 1
             if K_left_even_loads >= 1:
                 _barrier_sync(5, 160)  # the stage is free
-            mbarrier.expect(K_left_even_full.index(0), BLOCK_KV * HALF_V * 2)
+            mbarrier.expect(K_left_even_full.index(0), 2 * HALF_V * BLOCK_KV)
             _tma_load(K, [page_even, 0, 0, 0], K_left_even_full.index(0), K_left_even_smem.index(0))
             K_left_even_loads += 1
             if K_right_even_loads >= 1:
                 _barrier_sync(6, 288)  # the stage is free
-            mbarrier.expect(K_right_even_full.index(0), BLOCK_KV * HALF_V * 2)
+            mbarrier.expect(K_right_even_full.index(0), 2 * HALF_V * BLOCK_KV)
             _tma_load(
                 K,
                 [page_even, 0, 0, HALF_V],
@@ -474,7 +474,7 @@ def decode_producer(
                 )
                 if K_ROPE_odd_loads >= 1:
                     _barrier_sync(10, 160)  # the stage is free
-                mbarrier.expect(K_ROPE_odd_full.index(0), BLOCK_KV * D_ROPE * 2)
+                mbarrier.expect(K_ROPE_odd_full.index(0), 2 * BLOCK_KV * D_ROPE)
                 _tma_load(
                     K_ROPE,
                     [page_odd, 0, 0, 0],
@@ -484,7 +484,7 @@ def decode_producer(
                 K_ROPE_odd_loads += 1
                 if K_right_odd_loads >= 1:
                     _barrier_sync(9, 160)  # the stage is free
-                mbarrier.expect(K_right_odd_full.index(0), BLOCK_KV * HALF_V * 2)
+                mbarrier.expect(K_right_odd_full.index(0), 2 * HALF_V * BLOCK_KV)
                 _tma_load(
                     K,
                     [page_odd, 0, 0, HALF_V],
@@ -494,7 +494,7 @@ def decode_producer(
                 K_right_odd_loads += 1
                 if K_left_odd_loads >= 1:
                     _barrier_sync(8, 288)  # the stage is free
-                mbarrier.expect(K_left_odd_full.index(0), BLOCK_KV * HALF_V * 2)
+                mbarrier.expect(K_left_odd_full.index(0), 2 * HALF_V * BLOCK_KV)
                 _tma_load(K, [page_odd, 0, 0, 0], K_left_odd_full.index(0), K_left_odd_smem.index(0))
                 K_left_odd_loads += 1
         pid = _broadcast(ticket) + gl.num_programs(0)
@@ -928,7 +928,7 @@ def decode(
     L_right_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     L_right_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     L_right_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    Work_smem = gl.allocate_shared_memory(gl.int32, [9 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_smem = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     Work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(1):

@@ -392,13 +392,13 @@ def bwd_producer(
         mbarrier.arrive(Work_full.index(Work_stage), count=1)
         Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
         mbarrier.wait(K_empty.index(0), K_phase)
-        mbarrier.expect(K_full.index(0), BLOCK_KV * D_QK * 2)
+        mbarrier.expect(K_full.index(0), 2 * BLOCK_KV * D_QK)
         _tma_load(K, [b, h, kv_start, 0], K_full.index(0), K_smem.index(0))
         K_phase ^= 1
         for copy in gl.static_range(2):
             mbarrier.wait(V_empty.index(copy), V_phase)
-            mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
-            _tma_load(V, [b, h, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
+            mbarrier.expect(V_full.index(copy), 2 * ROWS * D_V)
+            _tma_load(V, [b, h, kv_start + 64 * copy, 0], V_full.index(copy), V_smem.index(copy))
         V_phase ^= 1
         # tiles that the mask or the end of a tensor cuts
         for q_tile in range(q_full_end, q_end):
@@ -417,22 +417,22 @@ def bwd_producer(
                 DELTA_smem.index(Q_stage),
                 Q_full.index(Q_stage),
             )
-            mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+            mbarrier.expect(Q_full.index(Q_stage), 2 * BLOCK_Q * D_QK)
             _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
             Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
             for copy in gl.static_range(2):
-                mbarrier.wait(BIAS_empty.index(2 * BIAS_stage + copy), BIAS_phase)
-                mbarrier.expect(BIAS_full.index(2 * BIAS_stage + copy), BLOCK_Q * ROWS * 2)
+                mbarrier.wait(BIAS_empty.index(copy + 2 * BIAS_stage), BIAS_phase)
+                mbarrier.expect(BIAS_full.index(copy + 2 * BIAS_stage), 2 * ROWS * BLOCK_Q)
                 _tma_load(
                     BIAS,
-                    [b, h, q_start, kv_start + copy * 64],
-                    BIAS_full.index(2 * BIAS_stage + copy),
-                    BIAS_smem.index(2 * BIAS_stage + copy),
+                    [b, h, q_start, kv_start + 64 * copy],
+                    BIAS_full.index(copy + 2 * BIAS_stage),
+                    BIAS_smem.index(copy + 2 * BIAS_stage),
                 )
             BIAS_stage, BIAS_phase = _next_stage(BIAS_stage, BIAS_phase, STAGES)
             if dO_loads >= STAGES:
                 _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
-            mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+            mbarrier.expect(dO_full.index(dO_stage), 2 * BLOCK_Q * D_V)
             _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
             dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
         # tiles with nothing to mask: no mask, no bounds checks
@@ -452,22 +452,22 @@ def bwd_producer(
                 DELTA_smem.index(Q_stage),
                 Q_full.index(Q_stage),
             )
-            mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+            mbarrier.expect(Q_full.index(Q_stage), 2 * BLOCK_Q * D_QK)
             _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
             Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
             for copy in gl.static_range(2):
-                mbarrier.wait(BIAS_empty.index(2 * BIAS_stage + copy), BIAS_phase)
-                mbarrier.expect(BIAS_full.index(2 * BIAS_stage + copy), BLOCK_Q * ROWS * 2)
+                mbarrier.wait(BIAS_empty.index(copy + 2 * BIAS_stage), BIAS_phase)
+                mbarrier.expect(BIAS_full.index(copy + 2 * BIAS_stage), 2 * ROWS * BLOCK_Q)
                 _tma_load(
                     BIAS,
-                    [b, h, q_start, kv_start + copy * 64],
-                    BIAS_full.index(2 * BIAS_stage + copy),
-                    BIAS_smem.index(2 * BIAS_stage + copy),
+                    [b, h, q_start, kv_start + 64 * copy],
+                    BIAS_full.index(copy + 2 * BIAS_stage),
+                    BIAS_smem.index(copy + 2 * BIAS_stage),
                 )
             BIAS_stage, BIAS_phase = _next_stage(BIAS_stage, BIAS_phase, STAGES)
             if dO_loads >= STAGES:
                 _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
-            mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+            mbarrier.expect(dO_full.index(dO_stage), 2 * BLOCK_Q * D_V)
             _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
             dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
         pid = _broadcast(_fetch_next(COUNTER))
@@ -482,12 +482,12 @@ def bwd_producer(
     for _ in range(gl.minimum(Q_loads, STAGES)):
         Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
         _barrier_sync(5 + Q_stage, THREADS)
-    for _ in range(gl.minimum(dO_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, dO_loads)):
         dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
         _barrier_sync(5 + STAGES + dO_stage, THREADS)
     for _ in gl.static_range(STAGES):
         for copy in gl.static_range(2):
-            mbarrier.wait(BIAS_empty.index(2 * BIAS_stage + copy), BIAS_phase)
+            mbarrier.wait(BIAS_empty.index(copy + 2 * BIAS_stage), BIAS_phase)
         BIAS_stage, BIAS_phase = _next_stage(BIAS_stage, BIAS_phase, STAGES)
     for _ in gl.static_range(2):
         mbarrier.wait(Work_empty.index(Work_stage), Work_phase)
@@ -571,9 +571,9 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
-            mbarrier.wait(BIAS_full.index(2 * BIAS_stage + _WARP_GROUP), BIAS_phase)
-            bias_tile = BIAS_smem.index(2 * BIAS_stage + _WARP_GROUP).reshape([BLOCK_Q, ROWS])
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
+            mbarrier.wait(BIAS_full.index(_WARP_GROUP + 2 * BIAS_stage), BIAS_phase)
+            bias_tile = BIAS_smem.index(_WARP_GROUP + 2 * BIAS_stage).reshape([BLOCK_Q, ROWS])
             bias = bias_tile.permute((1, 0)).load(SCORES)
             if DROPOUT:
                 keep_words = _dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, SCORES, True)
@@ -590,20 +590,19 @@ def bwd_consumer(
             ds = dp * p_kept - p * delta[None, :]
             dbias = (ds * keep_scale).to(dtype)
             if _INPUT_GRADIENTS:
-                BIAS_smem.index(2 * BIAS_stage + _WARP_GROUP).reshape([BLOCK_Q, ROWS]).permute((1, 0)).store(dbias)
+                BIAS_smem.index(_WARP_GROUP + 2 * BIAS_stage).reshape([BLOCK_Q, ROWS]).permute((1, 0)).store(dbias)
                 fence_async_shared()
-                _tma_store(dBIAS, [b, h, q_start, kv_start], BIAS_smem.index(2 * BIAS_stage + _WARP_GROUP))
+                _tma_store(dBIAS, [b, h, q_start, kv_start], BIAS_smem.index(_WARP_GROUP + 2 * BIAS_stage))
             ds_cast = _pack(ds, dtype)
             dS_smem.index(Q_stage).slice(_WARP_GROUP * ROWS, ROWS, 0).store(_unpack(ds_cast, dtype))
             fence_async_shared()
-            _barrier_arrive(5 + STAGES + STAGES + 2 * Q_stage + _WARP_GROUP, 256)  # this instance's part is written
+            _barrier_arrive(5 + _WARP_GROUP + 2 * Q_stage + 2 * STAGES, 256)  # this instance's part is written
             _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             p_kept_cast_operand = gl.convert_layout(_unpack(p_kept_cast, dtype), OPERAND)
             dv_flight = warpgroup_mma(p_kept_cast_operand, do, dv, is_async=True)
             ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
             dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-            # the other instance's part is written
-            _barrier_sync(5 + STAGES + STAGES + 2 * Q_stage + 1 - _WARP_GROUP, 256)
+            _barrier_sync(6 + 2 * Q_stage + 2 * STAGES - _WARP_GROUP, 256)  # the other instance's part is written
             ds_all = dS_smem.index(Q_stage)
             dq_flight = warpgroup_mma(
                 ds_all.permute((1, 0)),
@@ -612,9 +611,9 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             dv, p_kept_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_kept_cast_operand])
-            _barrier_arrive_early(5 + STAGES + Q_stage, THREADS)
+            _barrier_arrive_early(5 + Q_stage + STAGES, THREADS)
             dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
             _barrier_arrive_early(5 + Q_stage, THREADS)
             Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
@@ -626,7 +625,7 @@ def bwd_consumer(
             dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)
             if _INPUT_GRADIENTS:
                 tma.store_wait(0)
-            mbarrier.arrive(BIAS_empty.index(2 * BIAS_stage + _WARP_GROUP), count=1)
+            mbarrier.arrive(BIAS_empty.index(_WARP_GROUP + 2 * BIAS_stage), count=1)
             BIAS_stage, BIAS_phase = _next_stage(BIAS_stage, BIAS_phase, STAGES)
         mbarrier.arrive(K_empty.index(0), count=1)
         # the tile's coordinates, read again: no registers held them
@@ -696,12 +695,12 @@ def bwd_dq_reducer(
                 mbarrier.wait(dQ_full.index(dQ_stage), dQ_phase)
                 for piece in gl.static_range(2):
                     if _order == 0:
-                        _tma_store(DQ_ACC, [b, h, q_start, piece * 32], dQ_smem.index(2 * dQ_stage + piece))
+                        _tma_store(DQ_ACC, [b, h, q_start, 32 * piece], dQ_smem.index(piece + 2 * dQ_stage))
                     else:
                         _tma_reduce_add(
                             DQ_ACC,
-                            [b, h, q_start, piece * 32],
-                            dQ_smem.index(2 * dQ_stage + piece),
+                            [b, h, q_start, 32 * piece],
+                            dQ_smem.index(piece + 2 * dQ_stage),
                         )
                 _store_wait_read()
                 mbarrier.arrive(dQ_empty.index(dQ_stage), count=1)
@@ -728,12 +727,12 @@ def bwd_dq_reducer(
                 mbarrier.wait(dQ_full.index(dQ_stage), dQ_phase)
                 for piece in gl.static_range(2):
                     if _order == 0:
-                        _tma_store(DQ_ACC, [b, h, q_start, piece * 32], dQ_smem.index(2 * dQ_stage + piece))
+                        _tma_store(DQ_ACC, [b, h, q_start, 32 * piece], dQ_smem.index(piece + 2 * dQ_stage))
                     else:
                         _tma_reduce_add(
                             DQ_ACC,
-                            [b, h, q_start, piece * 32],
-                            dQ_smem.index(2 * dQ_stage + piece),
+                            [b, h, q_start, 32 * piece],
+                            dQ_smem.index(piece + 2 * dQ_stage),
                         )
                 _store_wait_read()
                 mbarrier.arrive(dQ_empty.index(dQ_stage), count=1)
@@ -787,13 +786,13 @@ def bwd(
         [STAGES, BLOCK_KV, BLOCK_Q],
         _shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
     )
-    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 32], DQ_ACC.layout)
+    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [4, 1, 1, BLOCK_Q, 32], DQ_ACC.layout)
     dQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dQ_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     BIAS_smem = gl.allocate_shared_memory(BIAS.dtype, [2 * STAGES, 1, 1, BLOCK_Q, ROWS], BIAS.layout)
     BIAS_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     BIAS_empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    Work_smem = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_smem = gl.allocate_shared_memory(gl.int32, [10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     Work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(1):

@@ -402,7 +402,7 @@ def fwd_producer(
         kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
         kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
         if Work_loads >= 2:
-            _barrier_sync(6 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+            _barrier_sync(6 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
         _write_index(q_start, Work_smem.index(5 * Work_stage))
         _write_index(h, Work_smem.index(5 * Work_stage + 1))
         _write_index(b, Work_smem.index(5 * Work_stage + 2))
@@ -414,13 +414,13 @@ def fwd_producer(
         if Q_loads >= 1:
             _barrier_sync(5, THREADS)  # the stage is free
         for copy in gl.static_range(2):
-            mbarrier.expect(Q_full.index(copy), 3 * ROWS * 64 * 2)
+            mbarrier.expect(Q_full.index(copy), 384 * ROWS)
             for piece in gl.static_range(3):
                 _tma_load(
                     Q,
-                    [b, h, q_start + copy * 64, piece * 64],
+                    [b, h, q_start + 64 * copy, 64 * piece],
                     Q_full.index(copy),
-                    Q_smem.index(3 * copy + piece),
+                    Q_smem.index(piece + 3 * copy),
                 )
         Q_loads += 1
         # load the tiles that consumers use in one iteration
@@ -428,18 +428,18 @@ def fwd_producer(
             kv_start = kv_tile * BLOCK_KV
             if K_loads >= STAGES:
                 _barrier_sync(6 + K_stage, THREADS)  # the stage is free
-            mbarrier.expect(K_full.index(K_stage), 3 * BLOCK_KV * 64 * 2)
+            mbarrier.expect(K_full.index(K_stage), 384 * BLOCK_KV)
             for piece in gl.static_range(3):
                 _tma_load(
                     K,
-                    [b, h, kv_start, piece * 64],
+                    [b, h, kv_start, 64 * piece],
                     K_full.index(K_stage),
-                    K_smem.index(3 * K_stage + piece),
+                    K_smem.index(piece + 3 * K_stage),
                 )
             K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
             if V_loads >= STAGES:
                 _barrier_sync(6 + STAGES + V_stage, THREADS)  # the stage is free
-            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
             _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
             V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
         # load the tiles that consumers use in one iteration
@@ -447,24 +447,24 @@ def fwd_producer(
             kv_start = kv_tile * BLOCK_KV
             if K_loads >= STAGES:
                 _barrier_sync(6 + K_stage, THREADS)  # the stage is free
-            mbarrier.expect(K_full.index(K_stage), 3 * BLOCK_KV * 64 * 2)
+            mbarrier.expect(K_full.index(K_stage), 384 * BLOCK_KV)
             for piece in gl.static_range(3):
                 _tma_load(
                     K,
-                    [b, h, kv_start, piece * 64],
+                    [b, h, kv_start, 64 * piece],
                     K_full.index(K_stage),
-                    K_smem.index(3 * K_stage + piece),
+                    K_smem.index(piece + 3 * K_stage),
                 )
             K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
             if V_loads >= STAGES:
                 _barrier_sync(6 + STAGES + V_stage, THREADS)  # the stage is free
-            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
             _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
             V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
         pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
     if Work_loads >= 2:
-        _barrier_sync(6 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _barrier_sync(6 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
     _write_index(-1, Work_smem.index(5 * Work_stage))
     mbarrier.arrive(Work_full.index(Work_stage), count=1)
     Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
@@ -474,12 +474,12 @@ def fwd_producer(
     for _ in range(gl.minimum(K_loads, STAGES)):
         K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
         _barrier_sync(6 + K_stage, THREADS)
-    for _ in range(gl.minimum(V_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, V_loads)):
         V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
         _barrier_sync(6 + STAGES + V_stage, THREADS)
     for _ in range(gl.minimum(Work_loads, 2)):
-        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
-        _barrier_sync(6 + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage = gl.where(Work_stage == 0, 1, Work_stage - 1)
+        _barrier_sync(6 + Work_stage + 2 * STAGES, THREADS)
 
 
 @gluon.jit
@@ -520,8 +520,8 @@ def fwd_consumer(
         qk_scale = LOG2E * scale
         mbarrier.wait(Q_full.index(_WARP_GROUP), Q_phase)
         q_0 = Q_smem.index(3 * _WARP_GROUP).reshape([ROWS, 64])
-        q_1 = Q_smem.index(3 * _WARP_GROUP + 1).reshape([ROWS, 64])
-        q_2 = Q_smem.index(3 * _WARP_GROUP + 2).reshape([ROWS, 64])
+        q_1 = Q_smem.index(1 + 3 * _WARP_GROUP).reshape([ROWS, 64])
+        q_2 = Q_smem.index(2 + 3 * _WARP_GROUP).reshape([ROWS, 64])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
@@ -536,8 +536,8 @@ def fwd_consumer(
             kv_idx = kv_start + kv_off
             mbarrier.wait(K_full.index(K_stage), K_phase)
             k_0 = K_smem.index(3 * K_stage).reshape([BLOCK_KV, 64])
-            k_1 = K_smem.index(3 * K_stage + 1).reshape([BLOCK_KV, 64])
-            k_2 = K_smem.index(3 * K_stage + 2).reshape([BLOCK_KV, 64])
+            k_1 = K_smem.index(1 + 3 * K_stage).reshape([BLOCK_KV, 64])
+            k_2 = K_smem.index(2 + 3 * K_stage).reshape([BLOCK_KV, 64])
             s_flight = warpgroup_mma(
                 q_0,
                 k_0.permute((1, 0)),
@@ -566,8 +566,8 @@ def fwd_consumer(
             for at in range(1, partial_tiles + full_tiles):
                 mbarrier.wait(K_full.index(K_stage), K_phase)
                 k_0 = K_smem.index(3 * K_stage).reshape([BLOCK_KV, 64])
-                k_1 = K_smem.index(3 * K_stage + 1).reshape([BLOCK_KV, 64])
-                k_2 = K_smem.index(3 * K_stage + 2).reshape([BLOCK_KV, 64])
+                k_1 = K_smem.index(1 + 3 * K_stage).reshape([BLOCK_KV, 64])
+                k_2 = K_smem.index(2 + 3 * K_stage).reshape([BLOCK_KV, 64])
                 s_flight = warpgroup_mma(
                     q_0,
                     k_0.permute((1, 0)),
@@ -642,11 +642,11 @@ def fwd_consumer(
         lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        _barrier_arrive(6 + STAGES + STAGES + Work_stage, THREADS)
+        _barrier_arrive(6 + Work_stage + 2 * STAGES, THREADS)
         Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
         mbarrier.wait(Work_full.index(Work_stage), Work_phase)
         q_start = _read_index(Work_smem.index(5 * Work_stage))
-    _barrier_arrive(6 + STAGES + STAGES + Work_stage, THREADS)
+    _barrier_arrive(6 + Work_stage + 2 * STAGES, THREADS)
     Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     tma.store_wait(0)
 
@@ -663,13 +663,13 @@ def fwd(
     STAGES: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, for one query tile of a head.
-    Q_smem = gl.allocate_shared_memory(Q.dtype, [3 * 2, 1, 1, ROWS, 64], Q.layout)
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [6, 1, 1, ROWS, 64], Q.layout)
     Q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     K_smem = gl.allocate_shared_memory(K.dtype, [3 * STAGES, 1, 1, BLOCK_KV, 64], K.layout)
     K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
     V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    Work_smem = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_smem = gl.allocate_shared_memory(gl.int32, [10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     O_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, 64], O.layout)
     for at in gl.static_range(2):
@@ -725,12 +725,12 @@ def bwd_producer(
 ):
     Q_stage, Q_loads = 0, 0
     dO_loads = 0
-    mbarrier.expect(K_full.index(0), 3 * BLOCK_KV * 64 * 2)
+    mbarrier.expect(K_full.index(0), 384 * BLOCK_KV)
     for piece in gl.static_range(3):
-        _tma_load(K, [b, h, kv_start, piece * 64], K_full.index(0), K_smem.index(3 * 0 + piece))
+        _tma_load(K, [b, h, kv_start, 64 * piece], K_full.index(0), K_smem.index(piece))
     for copy in gl.static_range(2):
-        mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
-        _tma_load(V, [b, h, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
+        mbarrier.expect(V_full.index(copy), 2 * ROWS * D_V)
+        _tma_load(V, [b, h, kv_start + 64 * copy, 0], V_full.index(copy), V_smem.index(copy))
     # tiles in order; in the last heads in reversed order
     for at in range(q_first, q_end):
         q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
@@ -749,18 +749,18 @@ def bwd_producer(
             DELTA_smem.index(Q_stage),
             Q_full.index(Q_stage),
         )
-        mbarrier.expect(Q_full.index(Q_stage), 3 * BLOCK_Q * 64 * 2)
+        mbarrier.expect(Q_full.index(Q_stage), 384 * BLOCK_Q)
         for piece in gl.static_range(3):
             _tma_load(
                 Q,
-                [b, h, q_start, piece * 64],
+                [b, h, q_start, 64 * piece],
                 Q_full.index(Q_stage),
-                Q_smem.index(3 * Q_stage + piece),
+                Q_smem.index(piece + 3 * Q_stage),
             )
         Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
         if dO_loads >= 1:
             _barrier_sync(5 + STAGES, THREADS)  # the stage is free
-        mbarrier.expect(dO_full.index(0), BLOCK_Q * D_V * 2)
+        mbarrier.expect(dO_full.index(0), 2 * BLOCK_Q * D_V)
         _tma_load(dO, [b, h, q_start, 0], dO_full.index(0), dO_smem.index(0))
         dO_loads += 1
     for _ in range(gl.minimum(Q_loads, STAGES)):
@@ -789,9 +789,9 @@ def bwd_consumer(
     OPERAND_OF_PARTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PARTS, k_width=2)
     q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
     dtype = dK.dtype
+    kv_start = kv_start + _WARP_GROUP * ROWS
     Q_stage, Q_phase = 0, 0
     dO_phase = 0
-    kv_start = kv_start + _WARP_GROUP * ROWS
     if _WARP_GROUP == 1:
         _barrier_arrive(14, 256)  # the first instance starts
     qk_scale = LOG2E * scale
@@ -813,8 +813,8 @@ def bwd_consumer(
         v_ADDR = V_smem.index(_WARP_GROUP + _opaque_zero()).reshape([ROWS, D_V])
         mbarrier.wait(Q_full.index(Q_stage), Q_phase)
         q_0 = Q_smem.index(3 * Q_stage).reshape([BLOCK_Q, 64])
-        q_1 = Q_smem.index(3 * Q_stage + 1).reshape([BLOCK_Q, 64])
-        q_2 = Q_smem.index(3 * Q_stage + 2).reshape([BLOCK_Q, 64])
+        q_1 = Q_smem.index(1 + 3 * Q_stage).reshape([BLOCK_Q, 64])
+        q_2 = Q_smem.index(2 + 3 * Q_stage).reshape([BLOCK_Q, 64])
         _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         s_flight = warpgroup_mma(
             k_0,
@@ -825,7 +825,7 @@ def bwd_consumer(
         )
         s_flight = warpgroup_mma(k_1, q_1.permute((1, 0)), s_flight, is_async=True)
         s_flight = warpgroup_mma(k_2, q_2.permute((1, 0)), s_flight, is_async=True)
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         s = warpgroup_mma_wait(0, deps=[s_flight])
         if (q_tile < q_full_first) | (q_tile >= q_full_end):
             q_start = q_tile * BLOCK_Q
@@ -855,7 +855,7 @@ def bwd_consumer(
         ds_cast = _pack(ds, dtype)
         dS_smem.index(Q_stage).slice(_WARP_GROUP * ROWS, ROWS, 0).store(_unpack(ds_cast, dtype))
         fence_async_shared()
-        _barrier_arrive(6 + STAGES + 2 * Q_stage + _WARP_GROUP, 256)  # this instance's part is written
+        _barrier_arrive(6 + STAGES + _WARP_GROUP + 2 * Q_stage, 256)  # this instance's part is written
         _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
         p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
         dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
@@ -863,7 +863,7 @@ def bwd_consumer(
         dk_flight_0 = warpgroup_mma(ds_cast_operand, q_0, dk_0, is_async=True)
         dk_flight_1 = warpgroup_mma(ds_cast_operand, q_1, dk_1, is_async=True)
         dk_flight_2 = warpgroup_mma(ds_cast_operand, q_2, dk_2, is_async=True)
-        _barrier_sync(6 + STAGES + 2 * Q_stage + 1 - _WARP_GROUP, 256)  # the other instance's part is written
+        _barrier_sync(7 + STAGES + 2 * Q_stage - _WARP_GROUP, 256)  # the other instance's part is written
         ds_all = dS_smem.index(Q_stage)
         dv, p_cast_operand = warpgroup_mma_wait(3, deps=[dv_flight, p_cast_operand])
         _barrier_arrive_early(5 + STAGES, THREADS)
@@ -887,7 +887,7 @@ def bwd_consumer(
             use_acc=False,
             is_async=True,
         )
-        _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+        _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
         dq_0, dq_1 = warpgroup_mma_wait(0, deps=[dq_flight_0, dq_flight_1])
         mbarrier.wait(dQ_empty.index(0), dO_phase)  # the stage is free: in phase with dO
         dq_0_left, dq_0_right = _split_halves(dq_0)
@@ -897,7 +897,7 @@ def bwd_consumer(
             REST,
         )
         _store_acc(
-            dQ_smem.index(4 * _WARP_GROUP + 1).reshape([BLOCK_Q, 32]),
+            dQ_smem.index(1 + 4 * _WARP_GROUP).reshape([BLOCK_Q, 32]),
             gl.convert_layout(dq_0_right, REST, assert_trivial=True),
             REST,
         )
@@ -937,7 +937,8 @@ def bwd_dq_reducer(
     THREADS: gl.constexpr,
 ):
     dQ_phase = 0
-    q_ahead, _order_seen = -1, 0
+    q_ahead = -1
+    _order_seen = 0
     # tiles in order; in the last heads in reversed order
     for at in range(q_first, q_end):
         q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
@@ -961,9 +962,9 @@ def bwd_dq_reducer(
         )
         for piece in gl.static_range(6):
             if _order == 0:
-                _tma_store(DQ_ACC, [b, h, q_start, piece * 32], dQ_smem.index(piece))
+                _tma_store(DQ_ACC, [b, h, q_start, 32 * piece], dQ_smem.index(piece))
             else:
-                _tma_reduce_add(DQ_ACC, [b, h, q_start, piece * 32], dQ_smem.index(piece))
+                _tma_reduce_add(DQ_ACC, [b, h, q_start, 32 * piece], dQ_smem.index(piece))
         q_ahead = q_start + gl.where(reversed_L2_group > 0, -BLOCK_Q, BLOCK_Q)
         _order_seen = _semaphore_value(
             dQ_SEMAPHORE
@@ -1013,7 +1014,7 @@ def bwd(
     q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
     q_full_first = gl.minimum(q_end, gl.cdiv(gl.maximum(0, Nq + kv_start + BLOCK_KV - 1 - Nk), BLOCK_Q))
     q_full_end = gl.maximum(q_full_first, gl.where(kv_start + BLOCK_KV <= Nk, Nq // BLOCK_Q, 0))
-    K_smem = gl.allocate_shared_memory(K.dtype, [3 * 1, 1, 1, BLOCK_KV, 64], K.layout)
+    K_smem = gl.allocate_shared_memory(K.dtype, [3, 1, 1, BLOCK_KV, 64], K.layout)
     K_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     V_smem = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
     V_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -197,19 +197,19 @@ def fwd_producer(
     K_stage, K_loads = 0, 0
     V_stage, V_loads = 0, 0
     for copy in gl.static_range(2):
-        mbarrier.expect(Q_full.index(copy), ROWS * D_QK * 2)
-        _tma_load(Q, [b, h, q_start + copy * 64, 0], Q_full.index(copy), Q_smem.index(copy))
+        mbarrier.expect(Q_full.index(copy), 2 * ROWS * D_QK)
+        _tma_load(Q, [b, h, q_start + 64 * copy, 0], Q_full.index(copy), Q_smem.index(copy))
     # load the tiles that consumers use in one iteration
     for kv_tile in range(kv_full_end, kv_end):
         kv_start = kv_tile * BLOCK_KV
         if K_loads >= STAGES:
             _barrier_sync(5 + K_stage, THREADS)  # the stage is free
-        mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+        mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
         _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
         K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
         if V_loads >= STAGES:
             _barrier_sync(5 + STAGES + V_stage, THREADS)  # the stage is free
-        mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+        mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
         _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
         V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
     # load the tiles that consumers use in one iteration
@@ -217,18 +217,18 @@ def fwd_producer(
         kv_start = kv_tile * BLOCK_KV
         if K_loads >= STAGES:
             _barrier_sync(5 + K_stage, THREADS)  # the stage is free
-        mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+        mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
         _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
         K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
         if V_loads >= STAGES:
             _barrier_sync(5 + STAGES + V_stage, THREADS)  # the stage is free
-        mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+        mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
         _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
         V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
     for _ in range(gl.minimum(K_loads, STAGES)):
         K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
         _barrier_sync(5 + K_stage, THREADS)
-    for _ in range(gl.minimum(V_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, V_loads)):
         V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
         _barrier_sync(5 + STAGES + V_stage, THREADS)
 
@@ -250,10 +250,10 @@ def fwd_consumer(
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
-    K_stage, K_phase = 0, 0
-    V_stage, V_phase = 0, 0
     q_start = q_start + _WARP_GROUP * ROWS
     q_idx = q_start + q_off
+    K_stage, K_phase = 0, 0
+    V_stage, V_phase = 0, 0
     mbarrier.wait(Q_full.index(_WARP_GROUP), 0)
     q = Q_smem.index(_WARP_GROUP).reshape([ROWS, D_QK])
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))

@@ -409,7 +409,7 @@ def fwd_producer(
         kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
         kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
         if Work_loads >= 2:
-            _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+            _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
         _write_index(q_start, Work_smem.index(5 * Work_stage))
         _write_index(h, Work_smem.index(5 * Work_stage + 1))
         _write_index(b, Work_smem.index(5 * Work_stage + 2))
@@ -421,12 +421,12 @@ def fwd_producer(
         if Q_loads >= 2:
             _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
         for copy in gl.static_range(2):
-            mbarrier.expect(Q_full.index(2 * Q_stage + copy), ROWS * D_QK * 2)
+            mbarrier.expect(Q_full.index(copy + 2 * Q_stage), 2 * ROWS * D_QK)
             _tma_load(
                 Q,
-                [b, h, q_start + copy * 64, 0],
-                Q_full.index(2 * Q_stage + copy),
-                Q_smem.index(2 * Q_stage + copy),
+                [b, h, q_start + 64 * copy, 0],
+                Q_full.index(copy + 2 * Q_stage),
+                Q_smem.index(copy + 2 * Q_stage),
             )
         Q_stage, Q_loads = gl.where(Q_stage + 1 == 2, 0, Q_stage + 1), Q_loads + 1
         partial_tiles = kv_end - kv_full_end
@@ -437,34 +437,34 @@ def fwd_producer(
             kv_start = kv_tile * BLOCK_KV
             if K_loads >= STAGES:
                 _barrier_sync(7 + K_stage, THREADS)  # the stage is free
-            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
             _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
             K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
             if V_loads >= STAGES:
                 _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
-            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
             _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
             V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
         pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
     if Work_loads >= 2:
-        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
     _write_index(-1, Work_smem.index(5 * Work_stage))
     mbarrier.arrive(Work_full.index(Work_stage), count=1)
     Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
     _reset(COUNTER)
     for _ in range(gl.minimum(Q_loads, 2)):
-        Q_stage = gl.where(Q_stage == 0, 2 - 1, Q_stage - 1)
+        Q_stage = gl.where(Q_stage == 0, 1, Q_stage - 1)
         _barrier_sync(5 + Q_stage, THREADS)
     for _ in range(gl.minimum(K_loads, STAGES)):
         K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
         _barrier_sync(7 + K_stage, THREADS)
-    for _ in range(gl.minimum(V_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, V_loads)):
         V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
         _barrier_sync(7 + STAGES + V_stage, THREADS)
     for _ in range(gl.minimum(Work_loads, 2)):
-        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
-        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage = gl.where(Work_stage == 0, 1, Work_stage - 1)
+        _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)
 
 
 @gluon.jit
@@ -501,8 +501,8 @@ def fwd_consumer(
         kv_full_end = _read_index(Work_smem.index(5 * Work_stage + 4))
         q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
-        mbarrier.wait(Q_full.index(2 * Work_stage + _WARP_GROUP), Work_phase)
-        q = Q_smem.index(2 * Work_stage + _WARP_GROUP).reshape([ROWS, D_QK])
+        mbarrier.wait(Q_full.index(_WARP_GROUP + 2 * Work_stage), Work_phase)
+        q = Q_smem.index(_WARP_GROUP + 2 * Work_stage).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
@@ -576,11 +576,11 @@ def fwd_consumer(
         lse = gl.where(l > 0, (m + gl.log2(l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+        _barrier_arrive(7 + Work_stage + 2 * STAGES, THREADS)
         Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
         mbarrier.wait(Work_full.index(Work_stage), Work_phase)
         q_start = _read_index(Work_smem.index(5 * Work_stage))
-    _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+    _barrier_arrive(7 + Work_stage + 2 * STAGES, THREADS)
     Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     tma.store_wait(0)
 
@@ -597,16 +597,16 @@ def fwd(
     STAGES: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, for one query tile of a head.
-    Q_smem = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
-    Q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
     K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
     V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    Work_smem = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_smem = gl.allocate_shared_memory(gl.int32, [10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     O_smem = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
-    for at in gl.static_range(2 * 2):
+    for at in gl.static_range(4):
         mbarrier.init(Q_full.index(at), count=1)
     for at in gl.static_range(STAGES):
         mbarrier.init(K_full.index(at), count=1)
@@ -679,7 +679,7 @@ def fwd_long_producer(
         kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
         kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
         if Work_loads >= 2:
-            _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+            _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
         _write_index(q_start, Work_smem.index(5 * Work_stage))
         _write_index(h, Work_smem.index(5 * Work_stage + 1))
         _write_index(b, Work_smem.index(5 * Work_stage + 2))
@@ -691,12 +691,12 @@ def fwd_long_producer(
         if Q_loads >= 2:
             _barrier_sync(5 + Q_stage, THREADS)  # the stage is free
         for copy in gl.static_range(3):
-            mbarrier.expect(Q_full.index(3 * Q_stage + copy), ROWS * D_QK * 2)
+            mbarrier.expect(Q_full.index(copy + 3 * Q_stage), 2 * ROWS * D_QK)
             _tma_load(
                 Q,
-                [b, h, q_start + copy * 64, 0],
-                Q_full.index(3 * Q_stage + copy),
-                Q_smem.index(3 * Q_stage + copy),
+                [b, h, q_start + 64 * copy, 0],
+                Q_full.index(copy + 3 * Q_stage),
+                Q_smem.index(copy + 3 * Q_stage),
             )
         Q_stage, Q_loads = gl.where(Q_stage + 1 == 2, 0, Q_stage + 1), Q_loads + 1
         partial_tiles = kv_end - kv_full_end
@@ -707,34 +707,34 @@ def fwd_long_producer(
             kv_start = kv_tile * BLOCK_KV
             if K_loads >= STAGES:
                 _barrier_sync(7 + K_stage, THREADS)  # the stage is free
-            mbarrier.expect(K_full.index(K_stage), BLOCK_KV * D_QK * 2)
+            mbarrier.expect(K_full.index(K_stage), 2 * BLOCK_KV * D_QK)
             _tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))
             K_stage, K_loads = gl.where(K_stage + 1 == STAGES, 0, K_stage + 1), K_loads + 1
             if V_loads >= STAGES:
                 _barrier_sync(7 + STAGES + V_stage, THREADS)  # the stage is free
-            mbarrier.expect(V_full.index(V_stage), BLOCK_KV * D_V * 2)
+            mbarrier.expect(V_full.index(V_stage), 2 * BLOCK_KV * D_V)
             _tma_load(V, [b, h, kv_start, 0], V_full.index(V_stage), V_smem.index(V_stage))
             V_stage, V_loads = gl.where(V_stage + 1 == STAGES, 0, V_stage + 1), V_loads + 1
         pid = _broadcast(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
     if Work_loads >= 2:
-        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)  # the stage is free
+        _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)  # the stage is free
     _write_index(-1, Work_smem.index(5 * Work_stage))
     mbarrier.arrive(Work_full.index(Work_stage), count=1)
     Work_stage, Work_loads = gl.where(Work_stage + 1 == 2, 0, Work_stage + 1), Work_loads + 1
     _reset(COUNTER)
     for _ in range(gl.minimum(Q_loads, 2)):
-        Q_stage = gl.where(Q_stage == 0, 2 - 1, Q_stage - 1)
+        Q_stage = gl.where(Q_stage == 0, 1, Q_stage - 1)
         _barrier_sync(5 + Q_stage, THREADS)
     for _ in range(gl.minimum(K_loads, STAGES)):
         K_stage = gl.where(K_stage == 0, STAGES - 1, K_stage - 1)
         _barrier_sync(7 + K_stage, THREADS)
-    for _ in range(gl.minimum(V_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, V_loads)):
         V_stage = gl.where(V_stage == 0, STAGES - 1, V_stage - 1)
         _barrier_sync(7 + STAGES + V_stage, THREADS)
     for _ in range(gl.minimum(Work_loads, 2)):
-        Work_stage = gl.where(Work_stage == 0, 2 - 1, Work_stage - 1)
-        _barrier_sync(7 + STAGES + STAGES + Work_stage, THREADS)
+        Work_stage = gl.where(Work_stage == 0, 1, Work_stage - 1)
+        _barrier_sync(7 + Work_stage + 2 * STAGES, THREADS)
 
 
 @gluon.jit
@@ -774,8 +774,8 @@ def fwd_long_consumer(
         kv_full_end = _read_index(Work_smem.index(5 * Work_stage + 4))
         q_start = q_start + _WARP_GROUP * ROWS
         q_idx = q_start + q_off
-        mbarrier.wait(Q_full.index(3 * Work_stage + _WARP_GROUP), Work_phase)
-        q = Q_smem.index(3 * Work_stage + _WARP_GROUP).reshape([ROWS, D_QK])
+        mbarrier.wait(Q_full.index(_WARP_GROUP + 3 * Work_stage), Work_phase)
+        q = Q_smem.index(_WARP_GROUP + 3 * Work_stage).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS, _PARTIALS], 0.0, gl.float32, _PARTIALS_LAYOUT)
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
@@ -790,7 +790,7 @@ def fwd_long_consumer(
         # tiles whose keys are all hidden from this warp group's rows
         for _ in range(hidden_tiles):
             _barrier_sync(13 + _WARP_GROUP, 256)  # this instance may issue its products
-            _barrier_arrive(13 + (_WARP_GROUP + 1) % 3, 256)  # the next instance may issue its products
+            _barrier_arrive(13 + (1 + _WARP_GROUP) % 3, 256)  # the next instance may issue its products
             mbarrier.wait(K_full.index(K_stage), K_phase)
             _barrier_arrive(7 + K_stage, THREADS)
             K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
@@ -812,7 +812,7 @@ def fwd_long_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            _barrier_arrive(13 + (_WARP_GROUP + 1) % 3, 256)  # the next instance may issue its products
+            _barrier_arrive(13 + (1 + _WARP_GROUP) % 3, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(0, deps=[s_flight])
             _barrier_arrive_early(7 + K_stage, THREADS)
             K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
@@ -845,7 +845,7 @@ def fwd_long_consumer(
                 v = V_smem.index(V_stage).reshape([BLOCK_KV, D_V])
                 weights_operand = gl.convert_layout(_unpack(weights, dtype), OPERAND)
                 acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-                _barrier_arrive(13 + (_WARP_GROUP + 1) % 3, 256)  # the next instance may issue its products
+                _barrier_arrive(13 + (1 + _WARP_GROUP) % 3, 256)  # the next instance may issue its products
                 s = warpgroup_mma_wait(1, deps=[s_flight])
                 _barrier_arrive_early(7 + K_stage, THREADS)
                 K_stage, K_phase = _next_stage(K_stage, K_phase, STAGES)
@@ -902,11 +902,11 @@ def fwd_long_consumer(
         lse = gl.where(keys_l > 0, (m + gl.log2(keys_l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+        _barrier_arrive(7 + Work_stage + 2 * STAGES, THREADS)
         Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
         mbarrier.wait(Work_full.index(Work_stage), Work_phase)
         q_start = _read_index(Work_smem.index(5 * Work_stage))
-    _barrier_arrive(7 + STAGES + STAGES + Work_stage, THREADS)
+    _barrier_arrive(7 + Work_stage + 2 * STAGES, THREADS)
     Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
     if _WARP_GROUP == 0:
         _barrier_sync(13, 256)  # matches the last arrive
@@ -925,16 +925,16 @@ def fwd_long(
     STAGES: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, for one query tile of a head. For long sequences.
-    Q_smem = gl.allocate_shared_memory(Q.dtype, [3 * 2, 1, 1, ROWS, D_QK], Q.layout)
-    Q_full = gl.allocate_shared_memory(gl.int64, [3 * 2, 1], mbarrier.MBarrierLayout())
+    Q_smem = gl.allocate_shared_memory(Q.dtype, [6, 1, 1, ROWS, D_QK], Q.layout)
+    Q_full = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
     K_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
     K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     V_smem = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_KV, D_V], V.layout)
     V_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    Work_smem = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_smem = gl.allocate_shared_memory(gl.int32, [10, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     O_smem = gl.allocate_shared_memory(O.dtype, [3, 1, 1, ROWS, D_V], O.layout)
-    for at in gl.static_range(3 * 2):
+    for at in gl.static_range(6):
         mbarrier.init(Q_full.index(at), count=1)
     for at in gl.static_range(STAGES):
         mbarrier.init(K_full.index(at), count=1)
@@ -1045,13 +1045,13 @@ def bwd_producer(
         mbarrier.arrive(Work_full.index(Work_stage), count=1)
         Work_stage, Work_phase = _next_stage(Work_stage, Work_phase, 2)
         mbarrier.wait(K_empty.index(0), K_phase)
-        mbarrier.expect(K_full.index(0), BLOCK_KV * D_QK * 2)
+        mbarrier.expect(K_full.index(0), 2 * BLOCK_KV * D_QK)
         _tma_load(K, [b, h, kv_start, 0], K_full.index(0), K_smem.index(0))
         K_phase ^= 1
         for copy in gl.static_range(2):
             mbarrier.wait(V_empty.index(copy), V_phase)
-            mbarrier.expect(V_full.index(copy), ROWS * D_V * 2)
-            _tma_load(V, [b, h, kv_start + copy * 64, 0], V_full.index(copy), V_smem.index(copy))
+            mbarrier.expect(V_full.index(copy), 2 * ROWS * D_V)
+            _tma_load(V, [b, h, kv_start + 64 * copy, 0], V_full.index(copy), V_smem.index(copy))
         V_phase ^= 1
         # tiles in order; in the last heads in reversed order
         for at in range(q_first, q_end):
@@ -1071,12 +1071,12 @@ def bwd_producer(
                 DELTA_smem.index(Q_stage),
                 Q_full.index(Q_stage),
             )
-            mbarrier.expect(Q_full.index(Q_stage), BLOCK_Q * D_QK * 2)
+            mbarrier.expect(Q_full.index(Q_stage), 2 * BLOCK_Q * D_QK)
             _tma_load(Q, [b, h, q_start, 0], Q_full.index(Q_stage), Q_smem.index(Q_stage))
             Q_stage, Q_loads = gl.where(Q_stage + 1 == STAGES, 0, Q_stage + 1), Q_loads + 1
             if dO_loads >= STAGES:
                 _barrier_sync(5 + STAGES + dO_stage, THREADS)  # the stage is free
-            mbarrier.expect(dO_full.index(dO_stage), BLOCK_Q * D_V * 2)
+            mbarrier.expect(dO_full.index(dO_stage), 2 * BLOCK_Q * D_V)
             _tma_load(dO, [b, h, q_start, 0], dO_full.index(dO_stage), dO_smem.index(dO_stage))
             dO_stage, dO_loads = gl.where(dO_stage + 1 == STAGES, 0, dO_stage + 1), dO_loads + 1
         pid = _broadcast(_fetch_next(COUNTER))
@@ -1091,7 +1091,7 @@ def bwd_producer(
     for _ in range(gl.minimum(Q_loads, STAGES)):
         Q_stage = gl.where(Q_stage == 0, STAGES - 1, Q_stage - 1)
         _barrier_sync(5 + Q_stage, THREADS)
-    for _ in range(gl.minimum(dO_loads, STAGES)):
+    for _ in range(gl.minimum(STAGES, dO_loads)):
         dO_stage = gl.where(dO_stage == 0, STAGES - 1, dO_stage - 1)
         _barrier_sync(5 + STAGES + dO_stage, THREADS)
     for _ in gl.static_range(2):
@@ -1168,7 +1168,7 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             s = warpgroup_mma_wait(1, deps=[s_flight])
             score = s * score_scale
             if (q_tile < q_full_first) | (q_tile >= q_full_end):
@@ -1189,14 +1189,13 @@ def bwd_consumer(
             ds_cast = _pack(ds, dtype)
             dS_smem.index(Q_stage).slice(_WARP_GROUP * ROWS, ROWS, 0).store(_unpack(ds_cast, dtype))
             fence_async_shared()
-            _barrier_arrive(5 + STAGES + STAGES + 2 * Q_stage + _WARP_GROUP, 256)  # this instance's part is written
+            _barrier_arrive(5 + _WARP_GROUP + 2 * Q_stage + 2 * STAGES, 256)  # this instance's part is written
             _barrier_sync(14 + _WARP_GROUP, 256)  # this instance may issue its products
             p_cast_operand = gl.convert_layout(_unpack(p_cast, dtype), OPERAND)
             dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
             ds_cast_operand = gl.convert_layout(_unpack(ds_cast, dtype), OPERAND)
             dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-            # the other instance's part is written
-            _barrier_sync(5 + STAGES + STAGES + 2 * Q_stage + 1 - _WARP_GROUP, 256)
+            _barrier_sync(6 + 2 * Q_stage + 2 * STAGES - _WARP_GROUP, 256)  # the other instance's part is written
             ds_all = dS_smem.index(Q_stage)
             dq_flight = warpgroup_mma(
                 ds_all.slice(_WARP_GROUP * 64, 64, 1).permute((1, 0)),
@@ -1205,9 +1204,9 @@ def bwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            _barrier_arrive(14 + (_WARP_GROUP + 1) % 2, 256)  # the next instance may issue its products
+            _barrier_arrive(14 + (1 + _WARP_GROUP) % 2, 256)  # the next instance may issue its products
             dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
-            _barrier_arrive_early(5 + STAGES + Q_stage, THREADS)
+            _barrier_arrive_early(5 + Q_stage + STAGES, THREADS)
             dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
             _barrier_arrive_early(5 + Q_stage, THREADS)
             Q_stage, Q_phase = _next_stage(Q_stage, Q_phase, STAGES)
@@ -1272,7 +1271,8 @@ def bwd_dq_reducer(
         reversed_L2_group = _read_index(Work_smem.index(8 * Work_stage + 3), 1)
         q_end = _read_index(Work_smem.index(8 * Work_stage + 4), 1)
         q_first = _read_index(Work_smem.index(8 * Work_stage + 5), 1)
-        q_ahead, _order_seen = -1, 0
+        q_ahead = -1
+        _order_seen = 0
         # tiles in order; in the last heads in reversed order
         for at in range(q_first, q_end):
             q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)
@@ -1296,12 +1296,12 @@ def bwd_dq_reducer(
             )
             for piece in gl.static_range(2):
                 if _order == 0:
-                    _tma_store(DQ_ACC, [b, h, q_start + piece * 64, 0], dQ_smem.index(2 * dQ_stage + piece))
+                    _tma_store(DQ_ACC, [b, h, q_start + 64 * piece, 0], dQ_smem.index(piece + 2 * dQ_stage))
                 else:
                     _tma_reduce_add(
                         DQ_ACC,
-                        [b, h, q_start + piece * 64, 0],
-                        dQ_smem.index(2 * dQ_stage + piece),
+                        [b, h, q_start + 64 * piece, 0],
+                        dQ_smem.index(piece + 2 * dQ_stage),
                     )
             q_ahead = q_start + gl.where(reversed_L2_group > 0, -BLOCK_Q, BLOCK_Q)
             _order_seen = _semaphore_value(
@@ -1358,10 +1358,10 @@ def bwd(
         [STAGES, BLOCK_KV, BLOCK_Q],
         _shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype),
     )
-    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, 64, 64], DQ_ACC.layout)
+    dQ_smem = gl.allocate_shared_memory(DQ_ACC.dtype, [4, 1, 1, 64, 64], DQ_ACC.layout)
     dQ_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dQ_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    Work_smem = gl.allocate_shared_memory(gl.int32, [8 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    Work_smem = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     Work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     Work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(1):

@@ -63,9 +63,12 @@ CONSTANTS = {symbol("LOG2E"): sympy.Float(1.4426950408889634), symbol("LN2"): sy
 PARAMETERS = (-(2**30), 2**30 - 1)  # calls check that scalars are in this range, and document it for tensors
 
 
-def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
-    """Source text of an expression whose value has `dims`; `lookup(symbol)` gives a symbol's text and dimensions."""
-    return _Printer(lookup, dims).print(_numbers(e, lookup, not dims))[0]
+def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = (), small: bool = False) -> str:
+    """Source text of an expression whose value has `dims`; `lookup(symbol)` gives a symbol's text and dimensions.
+
+    small: integers in it have 32 bits, and those that are divided are not negative.
+    """
+    return _Printer(lookup, dims, small).print(_numbers(e, lookup, not dims))[0]
 
 
 def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
@@ -149,8 +152,8 @@ def _literal(e: Any) -> Piece:
 
 
 class _Printer:
-    def __init__(self, lookup: Lookup, dims: tuple[str, ...]) -> None:
-        self.lookup, self.dims = lookup, dims
+    def __init__(self, lookup: Lookup, dims: tuple[str, ...], small: bool) -> None:
+        self.lookup, self.dims, self.small = lookup, dims, small
         self.wide = False  # whether symbols are cast to 64 bits
 
     def print(self, e: Any, real: bool = False) -> Piece:
@@ -165,7 +168,7 @@ class _Printer:
             return text, dims, 3
         if not e.args:
             return _literal(e)
-        if e.is_integer and not self.wide and _is_wide(e):
+        if e.is_integer and not self.wide and not self.small and _is_wide(e):
             self.wide = True
             piece = self.print(e, real)
             self.wide = False
@@ -208,7 +211,7 @@ class _Printer:
             x, low, high = e.args
             return self.print(sympy.Min(sympy.Max(x, low, evaluate=False), high, evaluate=False), real)
         if isinstance(e, (floordiv, mod)):
-            if span(e.args[0])[0] >= 0 or e.args[0].is_nonnegative:
+            if self.small or span(e.args[0])[0] >= 0 or e.args[0].is_nonnegative:
                 left, right = (self.print(a) for a in e.args)
                 return self._join(" // " if isinstance(e, floordiv) else " % ", [left, self._atom(right)], 2)
             return self._call("_floor_div" if isinstance(e, floordiv) else "_floor_mod", e, False)
@@ -226,7 +229,7 @@ class _Printer:
 
     def _call(self, name: str, e: Any, real: bool) -> Piece:
         symmetric = isinstance(e, (sympy.Min, sympy.Max))
-        pieces = [self.print(a, real) for a in (sorted(e.args, key=sympy.default_sort_key) if symmetric else e.args)]
+        pieces = [self.print(a, real) for a in (sorted(e.args, key=self._order) if symmetric else e.args)]
         if isinstance(e, REAL) and e.args[0].is_integer:
             pieces = [(f"tl.cast({pieces[0][0]}, tl.float32)", pieces[0][1], 3)]
         dims = self._union(pieces)
@@ -234,6 +237,10 @@ class _Printer:
         while len(texts) > 2 and symmetric:  # two operands at a time
             texts = [f"{name}({texts[0]}, {texts[1]})", *texts[2:]]
         return f"{name}({', '.join(texts)})", dims, 3
+
+    def _order(self, e: Any) -> Any:
+        """The key by which arguments of Min and Max are sorted: names before sums and numbers, if they are small."""
+        return (self.small and (e.is_Add or e.is_number)), sympy.default_sort_key(e)
 
     def _whole(self, e: Any) -> Piece:
         """A real number as an integer, of 64 bits if `wide`."""
@@ -296,7 +303,7 @@ class _Printer:
         over = [1 / f for f in factors if f.is_Pow and f.exp == -1]
         before, self.wide = (
             self.wide,
-            self.wide or (real and _is_wide(sympy.Mul(*(f for f in factors if f.is_integer)))),
+            self.wide or (real and not self.small and _is_wide(sympy.Mul(*(f for f in factors if f.is_integer)))),
         )
         pieces = [self._factor(f, real) for f in factors if not (f.is_Pow and f.exp == -1)]
         self.wide = before

@@ -6,15 +6,16 @@ Every string in a view is ready to print. Expressions are printed as for Triton:
 
 from __future__ import annotations
 
-from attngen.ir import AXIS_DIM, Block, Op, only, pipe, tile
+from attngen.ir import AXIS_DIM, Block, Op, gl, only, pipe, tile
 from attngen.targets.hopper.configs.sm90 import ROWS
+from attngen.targets.hopper.lowering.lower_pipelines import LOWERED
 from attngen.targets.hopper.printing.loop_views import gluon
 from attngen.targets.hopper.printing.views import WarpSpecializedView
 from attngen.targets.hopper.printing.warp_group_views import WarpGroupContext
 from attngen.targets.printing.views import Node, names_in
 
 
-class WarpSpecializedContext(WarpGroupContext, complete=pipe.PIPE, control=(tile.Arg,)):
+class WarpSpecializedContext(WarpGroupContext, complete=gl.GL, control=(tile.Arg, pipe.Pipeline, *LOWERED)):
     """Builds the views of one warp-specialized kernel."""
 
     def _variables(self) -> dict[str, str]:
@@ -79,15 +80,12 @@ class WarpSpecializedContext(WarpGroupContext, complete=pipe.PIPE, control=(tile
             not_specialized=portable.not_specialized,
             dropout=portable.dropout,
             sums_input_gradients=portable.sums_input_gradients,
-            prologue=[] if self.kernel.traits.is_persistent else self._program_tile(),
+            prologue=[] if self.source.traits.is_persistent else self._program_tile(),
             nodes=nodes,
-            early=[Node("producer_load", gluon(self._producer_load(op, "entry")), []) for op in self._early()],
-            pipelines=[self._pipeline(op) for op in self.pipelines.values()],
             warp_groups=warp_groups,
-            instances=self.kernel.traits.sharing_warp_group.instances,
-            dtype=f"{self._output()}.dtype",
+            instances=self.source.traits.sharing_warp_group.instances,
             ctas_per_sm=self.kernel.ctas_per_sm,
-            persistent=self.kernel.traits.is_persistent,
+            persistent=self.source.traits.is_persistent,
             words=names_in(nodes).union(*(warp_group.words for warp_group in warp_groups)),
             described=self._described_tensors(portable.params),
         )
@@ -96,17 +94,17 @@ class WarpSpecializedContext(WarpGroupContext, complete=pipe.PIPE, control=(tile
         """Tensors that TMA reads or writes: position among the parameters, rows per copy, and columns if not all."""
         rows = {self.own: str(ROWS), self.loop: f'"{AXIS_DIM[self.loop]}"'}
         found = set()
-        for op in self.kernel.ops():
+        for op in self.source.ops():
             if isinstance(op, pipe.ProducerLoad) and not self.pipelines[op.pipeline].metadata_of:
                 whole = {*pipe.TILE_DIM.values()} & {*self.pipelines[op.pipeline].type.dims}
                 height = f'"{AXIS_DIM[self.own]}"' if whole else rows[op.src.axes()[0]]
-                found.add((params.index(op.src.tensor), height, self._part_of(self.pipelines[op.pipeline])))
+                found.add((params.index(op.src.tensor), height, self.shapes.part_of(self.pipelines[op.pipeline])))
             elif isinstance(op, pipe.TmaStore):
-                pieces_of = self._widths(self.kernel.type_of(op.value))
-                columns = str(pieces_of[0]) if pieces_of else self._part_of(self.pipelines[op.staging])
+                pieces_of = self._widths(self.source.type_of(op.value))
+                columns = str(pieces_of[0]) if pieces_of else self.shapes.part_of(self.pipelines[op.staging])
                 found.add((params.index(op.dst.tensor), rows[op.dst.axes()[0]], columns))
             elif isinstance(op, tile.OrderedAdd):
-                height, columns = self._part(op)
+                height, columns = map(str, self.shapes.part(op))
                 found.add((params.index(op.dst.tensor), height if height.isdigit() else f'"{height}"', columns))
         return [(str(at), height, *([columns] if columns else [])) for at, height, columns in sorted(found)]
 

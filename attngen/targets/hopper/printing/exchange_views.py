@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from attngen.ir import AXIS_DIM, AXIS_EXTENT, SIDES, SPLIT_SYMBOLS, Block, Op, Ranges, only, pipe
+from attngen.ir import AXIS_DIM, AXIS_EXTENT, SPLIT_SYMBOLS, Op, Ranges, only, pipe
 from attngen.ir.behaviour import handles
 from attngen.targets.hopper.configs.barriers import zeroing_warp_groups
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
@@ -17,7 +17,6 @@ from attngen.targets.hopper.printing.loop_views import LoopContext, gluon
 from attngen.targets.printing.split_kv import split_args
 from attngen.targets.printing.views import Node, names_in
 
-HALF = "HALF_V"  # name of the generated constant for half of the latent's columns
 BY_TWOS = {
     True: "partial tiles, then full tiles, two per iteration",
     False: "tiles of keys, two per iteration",
@@ -27,68 +26,9 @@ BY_TWOS = {
 class ExchangeContext(LoopContext):
     """Builds the views of these ops."""
 
-    pipelines: dict[str, pipe.Pipeline]
-    mine: Block  # the warp group that is being printed
-
-    def _free(self, pipeline: str) -> str:
-        raise NotImplementedError
-
     @property
     def of_latents(self) -> bool:
-        return is_mla_decode(self.kernel)
-
-    # ------------------------------------------------------------------ exchanged tiles
-
-    def _exchange_barrier(self, op: pipe.ProducerStore | pipe.ConsumerWait) -> str:
-        """The named barrier at which the warp group that stores an exchanged tile arrives and its reader waits.
-
-        Each of the two warp groups has one for the tiles that it writes.
-        """
-        warp_groups = [
-            warp_group.name
-            for warp_group in self.kernel.warp_groups
-            if any(o.pipeline == op.pipeline for o in only(self.kernel.within(warp_group.name), pipe.ProducerStore))
-        ]
-        mine = next(
-            at for at, warp_group in enumerate(warp_groups) if any(o is op for o in self.kernel.within(warp_group))
-        )
-        return str(int(self._free(op.pipeline)) + (mine if isinstance(op, pipe.ProducerStore) else 1 - mine))
-
-    def _store_exchanged(self, op: pipe.ProducerStore) -> dict[str, Any]:
-        stored = [f"{self._short(op.pipeline)}_smem.index(0).store(_unpack({self.var(op.value)}, dtype))"]
-        stored += [f"{self._short(pipeline)}_smem.index(0).store({self.var(ref)})" for pipeline, ref in op.metadata]
-        return {
-            "pipeline": self._short(op.pipeline),
-            "exchange": True,
-            "barrier": self._exchange_barrier(op),
-            "threads": 2 * THREADS,
-            "stored": stored,
-        }
-
-    def _wait_exchanged(self, op: pipe.ConsumerWait) -> dict[str, Any]:
-        text = {"pipeline": self._short(op.pipeline), "exchange": True, "shared": True, "var": self.var(op.name)}
-        return {**text, "barrier": self._exchange_barrier(op), "threads": 2 * THREADS}
-
-    def _store_rows(self, op: pipe.ProducerStore) -> dict[str, Any]:
-        """A vector with one value per row, which another warp group reads."""
-        short = self._short(op.pipeline)
-        stored = [f"{short}_smem.index(0).store({self.var(op.value)})"]
-        text = {
-            "pipeline": short,
-            "index": "0",
-            "stages": "1",
-            "phase": f"{short}_phase",
-            "in_phase": "",
-            "handed_over": True,
-            "waits": True,
-        }
-        return {**text, "exchange": False, "stored": stored}
-
-    def _is_of_rows(self, pipeline: str) -> bool:
-        return len(self.pipelines[pipeline].type.dims) == 1 and not self.pipelines[pipeline].metadata_of
-
-    def _read_of_rows(self, op: pipe.ReadMetadata) -> bool:
-        return self.pipelines[op.pipeline].type.dims == (AXIS_DIM[self.kernel.program_axis],)
+        return is_mla_decode(self.source)
 
     # ------------------------------------------------------------------ rows past the end
 
@@ -103,7 +43,7 @@ class ExchangeContext(LoopContext):
             for warp_group in self.kernel.warp_groups
             if any(o is op for o in self.kernel.within(warp_group.name))
         )
-        warp_groups, axis = zeroing_warp_groups(self.kernel), self.kernel.loop_axis
+        warp_groups, axis = zeroing_warp_groups(self.source), self.kernel.loop_axis
         return {
             "tiles": [self.var(o.value) for o in self._zeroed_with(op)],
             "left": f"{AXIS_EXTENT[axis]} - {axis}_start",
@@ -148,25 +88,6 @@ class ExchangeContext(LoopContext):
         else:
             body = [Node("choice", {"condition": has_odd}, [Node("body", {}, other), Node("body", {}, even)])]
         return [Node("loop", gluon(header), body)]
-
-    def _leaders_by_twos(self) -> dict[str, str]:
-        """Pipeline -> the pipeline whose counter it shares: of those read in the same bodies, the one released last."""
-        loops = list(only(self.kernel.within(self.mine.name), pipe.PipelinedLoop))
-        homes: dict[str, list[str]] = {}
-        last: dict[str, int] = {}
-        for body in dict.fromkeys(body for loop in loops for body in loop.bodies):
-            ops = self.kernel.block(body).ops
-            pipelines = {
-                op.name: op.pipeline for op in only(ops, pipe.ConsumerWait) if not self.pipelines[op.pipeline].exchange
-            }
-            for at, op in enumerate(ops):
-                if isinstance(op, pipe.ConsumerRelease) and op.value in pipelines:
-                    homes.setdefault(pipelines[op.value], []).append(body)
-                    last[pipelines[op.value]] = at
-        found = {
-            pipeline: max((r for r in homes if homes[r] == of), key=lambda r: last[r]) for pipeline, of in homes.items()
-        }
-        return {pipeline: leader for pipeline, leader in found.items() if pipeline != leader}
 
     def _step_with_comment(self, op: pipe.PipelinedLoop, body: str, at: str) -> list[Node]:
         """The views of one tile's step, after a comment with its purpose."""
@@ -231,49 +152,6 @@ class ExchangeContext(LoopContext):
         ]
         return gluon(before), gluon([*lines, *of_place])
 
-    # ------------------------------------------------------------------ coordinates and threads
-
-    def _cache_place(self, op: pipe.ProducerLoad) -> str:
-        """The coordinates of a tile's first element in a page or in a sequence; at half of the columns, if it has the
-        second half."""
-        *heads, rows, columns = op.src.index
-        tensor, axis = self.kernel.type_of(op.src.tensor), str(rows)
-        start = f"{axis}_start"
-        if op.page:
-            size = tensor.dims[2]
-            blocks = {config.rows_of(axis) for config in self.module.configs(self.kernel.name, self.kernel.backend)}
-            start = "0" if blocks == {int(size)} else f"{start} % {size}"
-        column = HALF if str(columns) == list(SIDES)[-1] else "0"
-        return ", ".join([*([self.var(op.page)] if op.page else []), *map(self.scalar, heads), start, column])
-
-    def _threads(self, pipeline: str) -> str:
-        """The number of threads that meet at the named barrier of a free stage: the producer's, and those of all
-        consumers."""
-        if not self.of_latents:
-            return "THREADS"
-        using = (pipe.ProducerLoad, pipe.ConsumerWait)
-        warp_groups = [
-            b.warp_group
-            for b in self.kernel.warp_groups
-            if any(isinstance(o, using) and o.pipeline == pipeline for o in self.kernel.within(b.name))
-        ]
-        return str(sum(32 * warp_group.warps * warp_group.instances for warp_group in warp_groups if warp_group))
-
     def _is_silent(self, op: Op) -> bool:
-        """True if nothing is printed for an op. A release of an exchanged tile needs no barrier, and the first of a run
-        of zero_out_of_bounds ops prints them all."""
-        if isinstance(op, pipe.ZeroOutOfBounds):
-            return op is not self._zeroed_with(op)[0]
-        wait = self.kernel.op(op.value) if isinstance(op, pipe.ConsumerRelease) else None
-        return isinstance(wait, pipe.ConsumerWait) and self.pipelines[wait.pipeline].exchange
-
-
-def side_of(dims: tuple[str, ...]) -> str:
-    """The index letter of the half of V's columns that a tile has; empty text if it has all."""
-    return next((side for side, dim in SIDES.items() if dim in dims), "")
-
-
-def rematerializes_address(pipeline: pipe.Pipeline) -> bool:
-    """True if each wait recomputes the tile's address. The tile is half of the latent's columns, or the rotated columns
-    that go with them."""
-    return bool({*pipeline.type.dims} & {*SIDES.values(), "D_ROPE"})
+        """True if nothing is printed for an op: the first of a run of zero_out_of_bounds ops prints them all."""
+        return isinstance(op, pipe.ZeroOutOfBounds) and op is not self._zeroed_with(op)[0]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir import Module, only, pipe, tile
+from attngen.ir import Module, gl, only, pipe, tile
 from attngen.targets.hopper.configs.barriers import acquire_of
 from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.fused_backward import is_signed
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.mla_decode import is_mla_decode
 from attngen.targets.hopper.configs.sm90 import DECODE, FIRST_BARRIER, FORWARD, JVP, ROWS
+from attngen.targets.hopper.lowering.shapes import HALF
 from attngen.targets.hopper.printing.context import WarpSpecializedContext
-from attngen.targets.hopper.printing.exchange_views import HALF
 from attngen.targets.hopper.printing.loop_views import gluon
 from attngen.targets.hopper.printing.views import WarpSpecializedView
 from attngen.targets.printing.split_kv import split_functions
@@ -23,7 +23,9 @@ TEMPLATE = "hopper/kernels.py.jinja"
 
 def context(module: Module) -> dict[str, Any]:
     """The names that the template of hopper.py reads."""
-    views = [WarpSpecializedContext(module, kernel.name).warp_specialized() for kernel in module.warp_specialized]
+    contexts = [WarpSpecializedContext(module, kernel.name) for kernel in module.warp_specialized]
+    views = [context.warp_specialized() for context in contexts]
+    lowered = {type(op) for context in contexts for op in context.kernel.ops()}
     stand_in = {kernel.stands_for for kernel in module.warp_specialized}
     summing = [kernel for kernel in module.warp_specialized if kernel.stands_for in (FORWARD, DECODE, JVP)]
     partial = [any(only(kernel.ops(), pipe.PartialReduce)) for kernel in summing]
@@ -75,7 +77,7 @@ def context(module: Module) -> dict[str, Any]:
         "signs": any(is_signed(module, kernel) for kernel in module.warp_specialized),
         "floors": any(view.words & {"_floor_div", "_floor_mod"} for view in views),
         "casts": any(view.words & {"_to_floor", "_to_int", "_to_round"} for view in views),
-        "splits_halves": any("_split_halves" in view.words for view in views),
+        "splits_halves": bool(lowered & {pipe.SplitHalves, gl.SplitPiece}),
         "in_parts": any(len(part) > 2 for view in views for part in view.described),
         "kernels": [{**vars(view), **partitions(view)} for view in views],
     }

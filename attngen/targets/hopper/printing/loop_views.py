@@ -58,7 +58,7 @@ class LoopContext(SoftmaxContext):
 
     def _names_of_loop(self, body: list[Node]) -> set[str]:
         words = names_in(body)
-        reads = any(node.kind == "read_tile_start" for node in body)
+        reads = any(node.kind == "gl_read_tile_start" for node in body)
         return words - {f"{self.kernel.loop_axis}_start", f"{self.kernel.loop_axis}_idx"} if reads else words
 
     def _position_lines(self, words: set[str]) -> list[str]:
@@ -71,8 +71,8 @@ class LoopContext(SoftmaxContext):
     def _define_position(self, body: list[Node]) -> None:
         """Define a tile's position after the line that reads it, or drop that line if the other nodes do not need
         it."""
-        words = names_in([node for node in body if node.kind != "read_tile_start"])
-        for node in [node for node in body if node.kind == "read_tile_start"]:
+        words = names_in([node for node in body if node.kind != "gl_read_tile_start"])
+        for node in [node for node in body if node.kind == "gl_read_tile_start"]:
             lines = self._position_lines(words)
             node.text["lines"] += lines
             if not lines:
@@ -142,7 +142,7 @@ class LoopContext(SoftmaxContext):
         """A bound for the rows of an instance. If calls have chunks of a sequence, it is a tile of the whole sequence,
         and the result its position among those of the call."""
         text = self._of_instance(e)
-        if not self.kernel.traits.places:
+        if not self.source.traits.places:
             return text
         axis = self.kernel.loop_axis
         return f"_tile_of_call({START_RANKS[axis][0]}, {text}, {AXIS_DIM[axis]}{self.lookup_options})"
@@ -330,9 +330,9 @@ class LoopContext(SoftmaxContext):
         body, own, at = parts
         words = self._names_of_loop(body)
         places = [*tile, *self._tile_position(op.var, f"{op.var}_tile", words)]
-        if any(node.kind == "read_tile_start" for node in body):
+        if any(node.kind == "gl_read_tile_start" for node in body):
             places = places if words & {f"{op.var}_tile", *self._where(op)} else []
-            others = [node for node in body if node not in own and node.kind != "read_tile_start"]
+            others = [node for node in body if node not in own and node.kind != "gl_read_tile_start"]
             if always or names_in(others) & self._where(op):
                 self._define_position(body)
             else:
@@ -363,7 +363,7 @@ class LoopContext(SoftmaxContext):
             else:
                 own.append(node)
         at = body.index(own[0]) if own else 0
-        separable = {node.kind for node in own} <= {"map", "mask", "read_metadata", "zero_out_of_bounds"} and body[
+        separable = {node.kind for node in own} <= {"map", "mask", "smem_load", "zero_out_of_bounds"} and body[
             at : at + len(own)
         ] == own
         return (body, own, at) if separable and not left else (body, [], 0)
@@ -371,7 +371,7 @@ class LoopContext(SoftmaxContext):
     def _is_one(self, ranges: Any) -> bool:
         """True if ranges have at most one tile, cut by the end of a tensor. Then @first runs it, and no loop over
         others is needed."""
-        if len(ranges) > 1 or ping_pong_barriers(self.kernel) > FULL_REGISTERS:
+        if len(ranges) > 1 or ping_pong_barriers(self.source) > FULL_REGISTERS:
             return False
         lo, hi = (self._made(bound) for bound in ranges[0])
         return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
@@ -380,7 +380,7 @@ class LoopContext(SoftmaxContext):
         """The expression of the map that a bound names, or whose result's position it names; other bounds stay as they
         are."""
         made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
-        if isinstance(made, tile.ListPosition) and self.kernel.traits.places:
+        if isinstance(made, tile.ListPosition) and self.source.traits.places:
             return self._made(made.tile)
         return made.expr if isinstance(made, tile.Map) else bound
 
@@ -391,13 +391,13 @@ class LoopContext(SoftmaxContext):
         ping-pong order: with three instances, which share the registers, ptxas spills if the two loops are merged; with
         two it was not tried.
         """
-        separate = op.first and (ping_pong_barriers(self.kernel) or self._is_one(op.partial))
+        separate = op.first and (ping_pong_barriers(self.source) or self._is_one(op.partial))
         if not op.partial or not op.full or separate or (op.listed and len(op.partial) > 1):
             return None
         _, own, _ = parts = self._differing(op)
         always = bool(self._where(op) & self._names_of_loop(self.block(op.step, "full")))
         if not own or (
-            always and (self.kernel.traits.reads_pairs or op.listed or len(op.partial) > 1 or len(op.full) > 1)
+            always and (self.source.traits.reads_pairs or op.listed or len(op.partial) > 1 or len(op.full) > 1)
         ):
             return None
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir import pipe, tile
+from attngen.ir import Kernel, pipe, tile
 from attngen.ir.behaviour import handles
 from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.fused_backward import is_signed
@@ -16,6 +16,8 @@ _LAYOUTS = {"scores": "SCORES", "acc": "ACC", "partials": "_PARTIALS_LAYOUT", "o
 
 class SoftmaxContext(KernelContext):
     """Builds the views of these ops."""
+
+    source: Kernel  # the kernel before it was lowered
 
     def _variables(self) -> dict[str, str]:
         """Value -> Python variable.
@@ -104,7 +106,7 @@ class SoftmaxContext(KernelContext):
         text = super()._dropout(op, cls)
         value, words, threshold, _, is_transposed = text["args"]  # `zero` is not needed, because `pack` hides the cast
         args = [value, words, threshold, is_transposed]
-        return {**text, "args": args, "signed": is_signed(self.module, self.kernel)}
+        return {**text, "args": args, "signed": is_signed(self.module, self.source)}
 
     @handles(tile.Reduce)
     def _reduce(self, op: tile.Reduce, cls: str) -> dict[str, Any]:

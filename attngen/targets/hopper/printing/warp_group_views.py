@@ -5,24 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.ir import AXIS_DIM, SIDES, Block, only, pipe, tile
+from attngen.ir import AXIS_DIM, SIDES, Block, gl, only, pipe, tile
 from attngen.ir.behaviour import handles
 from attngen.ir.names import stride_names
-from attngen.targets.hopper.configs.barriers import is_reused
 from attngen.targets.hopper.configs.work_tiles import tile_coordinates, tile_metadata
-from attngen.targets.hopper.printing.exchange_views import HALF
+from attngen.targets.hopper.lowering.shapes import HALF
+from attngen.targets.hopper.lowering.statements import threads_of
 from attngen.targets.hopper.printing.loop_views import gluon
 from attngen.targets.hopper.printing.views import TileFunctionView, WarpGroupView
 from attngen.targets.hopper.printing.wgmma_views import WgmmaContext
 from attngen.targets.printing.views import Node, names_in
-
-
-def _pipelines_in(nodes: list[Node]) -> set[str]:
-    """The pipelines that nodes and their bodies load into, read from, or store through."""
-    used = {node.text["pipeline"] for node in nodes if "pipeline" in node.text} | {
-        node.text["row"]["into"] for node in nodes if node.text.get("row")
-    }
-    return used | {pipeline for node in nodes for pipeline in _pipelines_in(node.body)}
 
 
 def _read_by(lines: list[str], words: set[str]) -> list[str]:
@@ -43,7 +35,7 @@ class WarpGroupContext(WgmmaContext):
         In a persistent kernel it is the tile with the number `pid`.
         """
         lines: list[str] = gluon(self._prologue(set())[0])
-        if not self.kernel.traits.is_persistent:
+        if not self.source.traits.is_persistent:
             return lines
         return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
 
@@ -53,11 +45,9 @@ class WarpGroupContext(WgmmaContext):
         nodes = self.block(block.name, "entry")
         work = next((node for node in nodes if node.kind == "work_loop"), None)
         known = work.body.pop(0).body if work else []
-        words = names_in(nodes) | {
-            f"{pipeline}_{suffix}" for pipeline in _pipelines_in(nodes) for suffix in ("smem", "full", "empty", "stage")
-        }
-        prologue = [*(self._positions(words) if block.warp_group.rows else []), *self._counters(block, words)]
-        prologue += [] if self.kernel.traits.is_persistent or not block.warp_group.rows else self._own_rows(words)
+        words = names_in(nodes) | self._names_of_pipelines(block)
+        prologue = self._positions(words) if block.warp_group.rows else []
+        prologue += [] if self.source.traits.is_persistent or not block.warp_group.rows else self._own_rows(words)
         of_tile = self._tile_function(work, known, params) if work else None
         if work:
             self._place_tiles(work, [] if of_tile else known, block, words, params)
@@ -65,21 +55,13 @@ class WarpGroupContext(WgmmaContext):
         scheduler_args = {"COUNTER"} if self.kernel.kv_split else {"COUNTER", "TILES"}
         words |= scheduler_args if any(op.fetches for op in only(block.ops, pipe.WorkLoop)) else set()
         words |= names_in(nodes) | set(re.findall(r"\w+", " ".join(prologue)))
-        entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (tile.Arg, pipe.Pipeline))]
-        shared = [
-            f"{pipeline.name}_{suffix}"
-            for pipeline in map(self._pipeline, self.pipelines.values())
-            for suffix in (
-                "smem",
-                *["full"] * (pipeline.filled or pipeline.emptied),
-                *["empty"] * (pipeline.emptied or pipeline.mbarrier_release > 0),
-            )
-        ]
-        persistent, early = self.kernel.traits.is_persistent, self._loaded_early()
+        entry = [op.name for op in self.source.block("entry").ops if not isinstance(op, (tile.Arg, pipe.Pipeline))]
+        shared = [op.name for op in only(self.kernel.block("entry").ops, gl.AllocShared, gl.AllocMbarriers)]
+        persistent, early = self.source.traits.is_persistent, self._loaded_early()
         given = [
             *(name for name in params if name not in early),
             *entry,
-            *([] if persistent else tile_coordinates(self.kernel)),
+            *([] if persistent else tile_coordinates(self.source)),
             *shared,
             *(["COUNTER", "TILES"] if persistent else []),
         ]
@@ -96,7 +78,7 @@ class WarpGroupContext(WgmmaContext):
             ],
             prologue,
             nodes,
-            bool(block.warp_group.rows) or any(only(self.kernel.within(block.name), pipe.ProducerLoad)),
+            bool(block.warp_group.rows) or any(only(self.source.within(block.name), pipe.ProducerLoad)),
             [
                 "THREADS",
                 *(
@@ -107,6 +89,15 @@ class WarpGroupContext(WgmmaContext):
             ],
             of_tile,
         )
+
+    def _names_of_pipelines(self, block: Block) -> set[str]:
+        """The buffers, the barriers and the tensor of each pipeline that a warp group uses."""
+        early = self._early()
+        ops = [op for op in self.source.within(block.name) if op not in early]
+        used = {ref for op in ops for ref in op.operands()} & self.pipelines.keys()
+        used |= {self.source.op(op.value).pipeline for op in only(ops, pipe.ConsumerRelease, tile.OrderedAdd)}  # type: ignore[attr-defined]
+        names = map(self._short, used)
+        return {f"{name}{suffix}" for name in names for suffix in ("", "_smem", "_full", "_empty")}
 
     def _tile_function(self, work: Node, known: list[Node], params: list[str]) -> TileFunctionView | None:
         """The function that computes a work tile's place and scalars, if the body of the work loop prefetches the next
@@ -132,12 +123,12 @@ class WarpGroupContext(WgmmaContext):
 
     def _early(self) -> list[pipe.ProducerLoad]:
         """The loads that the kernel issues before its warp groups start."""
-        return [op for op in only(self.kernel.ops(), pipe.ProducerLoad) if op.early]
+        return [op for op in only(self.source.ops(), pipe.ProducerLoad) if op.early]
 
     def _loaded_early(self) -> set[str]:
         """The tensors that only these loads read. No warp group takes them."""
         early = {op.name for op in self._early()}
-        return {op.src.tensor for op in self._early() if {*self.kernel.graph.successors(op.src.tensor)} <= early}
+        return {op.src.tensor for op in self._early() if {*self.source.graph.successors(op.src.tensor)} <= early}
 
     def _integers(self) -> set[str]:
         """The kernel's scalar arguments that are integers."""
@@ -158,11 +149,10 @@ class WarpGroupContext(WgmmaContext):
             needed = more  # also the names that their definitions read
         of_tile = [node for node in mine if work.text["fetches"] or node.text["var"] in needed]
         rows = self._own_rows(words) if block.warp_group and block.warp_group.rows else []
-        start = [f"{self._next_start()}, _order_seen = -1, 0"] if self._polls_ahead(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "reload_tile"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), self._index_count()
-        first = _read_by(rows, before) if self.kernel.traits.places else rows
-        before |= {word for line in first for word in re.findall(r"\w+", line)} if self.kernel.traits.places else set()
+        first = _read_by(rows, before) if self.source.traits.places else rows
+        before |= {word for line in first for word in re.findall(r"\w+", line)} if self.source.traits.places else set()
         numbers = list(enumerate(work.text["numbers"]))
         work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
         used = names_in([*of_tile, *(node for node in body if node.kind != "prefetch_tile")]) | set(
@@ -174,7 +164,7 @@ class WarpGroupContext(WgmmaContext):
             for name in params
             if name in used and (name in integers or name.startswith("stride_")) and name not in aligned
         ]
-        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*first, *start]}), *body]
+        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": first}), *body]
         for node in body[at : at + 1]:
             later = names_in(body[at + 1 :])
             node.text["rows"] = _read_by(rows, later)
@@ -238,55 +228,26 @@ class WarpGroupContext(WgmmaContext):
         rows = dict.fromkeys((self.row(self.own), start))
         return placed if self.of_latents else [*(f"{row} = {row} + _WARP_GROUP * ROWS" for row in rows), *placed]
 
-    def _counters(self, block: Block, words: set[str]) -> list[str]:
-        """Lines that set up, for each pipeline that a warp group uses, its next stage and its phase or load count."""
-        lines = []
-        consumes = not any(only(self.kernel.within(block.name), pipe.ProducerLoad))
-        for name, pipeline in self.pipelines.items():
-            short = self._short(name)
-            if pipeline.exchange:
-                continue
-            if name in self.shared:
-                if f"{short}_stage" in words and name not in self.leaders:
-                    lines += self._shared_counters(name, block)
-                continue
-            if (
-                f"{short}_stage" in words
-                and is_reused(self.kernel, name)
-                and not (consumes and self._counter(name) != short)
-            ):
-                suffix, first = (
-                    "phase" if consumes or pipeline.mbarrier_release else "loads",
-                    int(pipeline.mbarrier_release and not consumes),
-                )  # all stages are free at first
-                lines.append(
-                    f"{short}_{suffix} = {first}"
-                    if self._stages(pipeline) == "1"
-                    else f"{short}_stage, {short}_{suffix} = 0, {first}"
-                )
-        return (
-            lines
-            if self.kernel.traits.is_persistent or not self._polls_ahead(block)
-            else [*lines, f"{self._next_start()}, _order_seen = -1, 0"]
-        )
-
-    def _shared_counters(self, name: str, block: Block) -> list[str]:
-        """The line that sets up the next stage of a tile that instances store together, and its barrier's phase.
-
-        There is no stage if there is only one, and a phase only for a warp group that waits at an mbarrier.
-        """
-        short, pipeline = self._short(name), self.pipelines[name]
-        # The first stages are free, as if they had been released once: their writers start in phase 1.
-        writes = bool(block.warp_group and block.warp_group.rows)
-        if self.of_latents:
-            writes = any(op.pipeline == name for op in only(self.kernel.within(block.name), pipe.ProducerStore))
-        found = {f"{short}_stage": "0"} if self._stages(pipeline) != "1" else {}
-        found |= (
-            {f"{short}_phase": str(int(writes))}
-            if self.shared[name] and not (writes and self._in_phase_with(name))
-            else {}
-        )
-        return [f"{', '.join(found)} = {', '.join(found.values())}"] if found else []
+    def _stage(self, op: pipe.WorkLoop | pipe.ReloadTile, fetches: bool) -> dict[str, Any]:
+        """The place of the next stage of the pipeline of work tiles, and the named barrier at which it is freed."""
+        name = op.pipeline
+        slot = self.counting.producer_slot(name) if fetches else self.counting.consumer_slot(name, self.mine)
+        free = f"{self._short(name)}_free"
+        number = ""
+        if free in self.kernel.graph:
+            barriers = self.kernel.op(free)
+            assert isinstance(barriers, gl.NamedBarriers)
+            number = self.integer(barriers.first + slot.stage)
+        threads = threads_of(self.source, name)
+        return {
+            "index": self.integer(slot.index),
+            "stages": self.integer(slot.stages),
+            "free": number,
+            "counter": slot.counter,
+            "advances": slot.own,
+            "counted": self.pipelines[name].mbarrier_release,
+            "threads": str(threads) if threads else "THREADS",
+        }
 
     @handles(pipe.WorkLoop)
     def _work_loop(self, op: pipe.WorkLoop, cls: str) -> dict[str, Any]:
@@ -300,13 +261,13 @@ class WarpGroupContext(WgmmaContext):
             "fetches": op.fetches,
             "launches_dependents": self.kernel.launches_dependents,
             # A tile waits for programs that started earlier, so programs fetch a tile when they start it.
-            "waits": self.kernel.traits.adds_in_order,
+            "waits": self.source.traits.adds_in_order,
             "warps": self._warps(op),
             "place": place,
             "call": {},
             "early": False,
             **self._numbers(),
-            **self._stage(op.pipeline, "" if op.fetches else "_WARP_GROUP"),
+            **self._stage(op, op.fetches),
         }
 
     @handles(pipe.PrefetchTile)
@@ -316,9 +277,9 @@ class WarpGroupContext(WgmmaContext):
     def _index_count(self) -> int:
         """The number of coordinates among the integers that the scheduler passes for a tile."""
         return (
-            len(tile_coordinates(self.kernel))
+            len(tile_coordinates(self.source))
             if self.kernel.kv_split
-            else len(self.kernel.grid) + self.kernel.traits.places
+            else len(self.kernel.grid) + self.source.traits.places
         )
 
     @handles(pipe.ReloadTile)
@@ -328,7 +289,7 @@ class WarpGroupContext(WgmmaContext):
             "pipeline": self._short(op.pipeline),
             "warps": self._warps(op),
             **self._numbers(),
-            **self._stage(op.pipeline, "_WARP_GROUP"),
+            **self._stage(op, False),
         }
 
     def _numbers(self) -> dict[str, Any]:
@@ -336,4 +297,4 @@ class WarpGroupContext(WgmmaContext):
 
         The coordinates come first, and the first one is never negative; integers computed for the tile follow.
         """
-        return {"numbers": tile_metadata(self.kernel), "axes": self._index_count()}
+        return {"numbers": tile_metadata(self.source), "axes": self._index_count()}

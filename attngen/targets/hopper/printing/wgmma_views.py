@@ -7,12 +7,11 @@ from typing import Any
 
 from attngen.ir import SIDES, only, pipe, tile
 from attngen.ir.behaviour import handles
-from attngen.targets.hopper.configs.barriers import ping_pong_barriers
-from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS, ROWS, THREADS
-from attngen.targets.hopper.printing.store_views import StoreContext
+from attngen.targets.hopper.configs.sm90 import ROWS
+from attngen.targets.hopper.printing.statements import StatementContext
 
 
-class WgmmaContext(StoreContext):
+class WgmmaContext(StatementContext):
     """Builds the views of products and their accumulators."""
 
     @handles(pipe.Wgmma)
@@ -78,12 +77,6 @@ class WgmmaContext(StoreContext):
     def _count_of(self, op: pipe.Wgmma) -> int:
         """The number of products that an op issues: one per piece of the accumulator, or of the right operand."""
         return len(self._widths(op.type)) or len(self._tile_vars(op.b))
-
-    @handles(pipe.SchedulerBarrier)
-    def _scheduler_barrier(self, op: pipe.SchedulerBarrier, cls: str) -> dict[str, Any]:
-        """The number of consumer instances in ping-pong order, and the named barrier of the first."""
-        instances = ping_pong_barriers(self.kernel)
-        return {"do": op.do, "instances": instances, "first": NAMED_BARRIERS - instances, "threads": 2 * THREADS}
 
     @handles(tile.Init)
     def _init(self, op: tile.Init, cls: str) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _captures(module: Module, kernel: Kernel) -> tuple[int, int]:
     buffers: dict[str, int] = {}  # name -> number of dimensions
     for pipeline, op in context.pipelines.items():
         short = pipeline.removesuffix("_pipeline")
-        to_other_group = context.shared.get(pipeline)
+        to_other_group = context.counting.stored.get(pipeline)
         # Tiles that only consumers share have no batch and no head.
         among_consumers = to_other_group is False or op.exchange or len(op.type.dims) == 1
         tile = len(op.type.dims) + (1 if among_consumers else TILE_DIMS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from attngen.codegen.breaking import brackets, comma_after, parted, statement, without_texts
+from attngen.targets.printing.breaking import brackets, comma_after, parted, statement, without_texts
 
 WIDTH = 100
 LONGEST = 112  # maximum length of an assignment, without its indentation
