@@ -15,6 +15,7 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.heuristics import STRIP
 from attngen.interp.numeric import compiled, value
+from attngen.interp.statements import StatementLaunch
 from attngen.interp.tile import execute_kernel
 from attngen.interp.values import SINGLE, Values, spread
 from attngen.interp.warp_groups import WarpSpecializedLaunch
@@ -212,9 +213,14 @@ class _Run(Handlers, complete=launch.HOST, control=(tile.Arg, tile.Yield)):
             if arg.name in tensors.keys() - unwanted:
                 self.must_fit(op, arg, tensors[arg.name], known)
         grid = {str(s): known[str(s)] for axis in kernel.grid for s in axis.extent.free_symbols if str(s) in known}
-        launch_class = WarpSpecializedLaunch if kernel.backend else None
-        launched = _without(kernel, unwanted)
-        execute_kernel(self.module, launched, tensors, {**grid, **passed}, self.tiles, self.dtypes, launch_class)
+        launch_class = (
+            None if not kernel.backend else StatementLaunch if kernel.traits.is_lowered else WarpSpecializedLaunch
+        )
+        launched, tiles = _without(kernel, unwanted), self.tiles
+        if kernel.traits.is_lowered:  # its buffers have the sizes of a config
+            config = self.module.configs(kernel.stands_for, kernel.backend)[0]
+            tiles = {"BLOCK_Q": config.block_q, "BLOCK_KV": config.block_kv, "STAGES": config.num_stages}
+        execute_kernel(self.module, launched, tensors, {**grid, **passed}, tiles, self.dtypes, launch_class)
 
     def must_fit(self, op: launch.Launch, arg: tile.Arg, x: np.ndarray, known: Values) -> None:
         """Raise if a tensor does not have the dimensions that the kernel declares; dimensions of any length fit."""

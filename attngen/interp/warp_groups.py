@@ -145,7 +145,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
         """Run a block's ops; ops of warp groups may wait."""
         values["cls"] = cls
         for op in self.kernel.block(name).ops:
-            if op.kind not in pipe.PIPE.own:
+            if op.kind in tile.TILE.own:
                 found = yield from self.ops((op,), values, cls)
                 if found:
                     return found
@@ -188,10 +188,9 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
         number = next(values["counter"], -1) if op.fetches and self.kernel.traits.adds_in_order else values["own"]
         while True:
             if op.fetches:
-                yield from self._start(op.pipeline, values, lambda *_, number=number: np.asarray(number))
+                yield from self.pass_on(op, number, values)
             else:
-                buffers, stage = yield from self._next(op.pipeline, values)
-                number = int(buffers.tiles[stage])
+                number = yield from self.receive(op, values)
             if number >= 0:
                 tile = dict(values)
                 for axis, at in values["places"][number].items():
@@ -200,11 +199,24 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps, complete=pipe.PIPE, control=C
                 yield from self.block(op.of, tile, "entry")
                 yield from self.block(op.body, tile | self.share(values["instance"], values["parts"], tile), "entry")
             if not op.fetches:
-                self._release(buffers, stage)
+                self.release_work(op, values)
             if number < 0:
                 return
             if op.fetches:
                 number = tile["prefetched"].pop() if tile["prefetched"] else next(values["counter"], -1)
+
+    def pass_on(self, op: pipe.WorkLoop, number: int, values: Values) -> Any:
+        """Pass the number of a work tile to the other warp groups."""
+        yield from self._start(op.pipeline, values, lambda *_: np.asarray(number))
+
+    def receive(self, op: pipe.WorkLoop, values: Values) -> Any:
+        """The number of the next work tile."""
+        buffers, stage = values["work tile"] = yield from self._next(op.pipeline, values)
+        return int(buffers.tiles[stage])
+
+    def release_work(self, op: pipe.WorkLoop, values: Values) -> None:
+        """Release the stage of the work tile."""
+        self._release(*values["work tile"])
 
     @handles(pipe.PrefetchTile)
     def _prefetch_tile(self, op: pipe.PrefetchTile, values: Values) -> Any:

@@ -195,7 +195,7 @@ class NextLoad(Op):
     stage: Word = ""
 
 
-@GL.op("if where", result=False)
+@GL.op("if", result=False)
 @dataclass(frozen=True)
 class If(Op):
     """Run `body` if a condition holds, and otherwise `orelse`."""
@@ -236,7 +236,6 @@ class SmemView(Op):
 
     index: of the tile.
     pieces: buffers of a tile, one for each piece of its columns.
-    reshaped: the buffer has dimensions of length 1 before those of the tile.
     opaque: the address is computed here, and not kept in registers.
     """
 
@@ -244,7 +243,6 @@ class SmemView(Op):
     index: Expr
     type: Type
     pieces: int = 1
-    reshaped: bool = True
     opaque: bool = False
 
 
@@ -276,7 +274,7 @@ class SmemStore(Op):
     shape: of the buffer, if that has dimensions of length 1 before those of the tile.
     rows: only to the instance's own rows of the buffer.
     transposed: to the transposed buffer.
-    piece: as in smem_store_acc.
+    piece, columns: as in smem_store_acc.
     opaque: as in smem_view.
     """
 
@@ -287,6 +285,7 @@ class SmemStore(Op):
     rows: bool = False
     transposed: bool = False
     piece: Word = ""
+    columns: Exprs = ()
     opaque: bool = False
 
 
@@ -296,6 +295,7 @@ class SmemStoreAcc(Op):
     """Store a wgmma accumulator of fp32 to a buffer in shared memory that TMA reads, without bank conflicts.
 
     piece: the piece of the accumulator, or half of a piece as in `0_left`; empty for all of it.
+    columns: the first column of the piece among those of the value, and how many it has.
     layout: of what is stored.
     """
 
@@ -305,6 +305,7 @@ class SmemStoreAcc(Op):
     shape: Exprs
     layout: Word
     piece: Word = ""
+    columns: Exprs = ()
 
 
 @GL.op("split_piece value", result=False)

@@ -11,12 +11,12 @@ from typing import Any
 from attngen.errors import IRError
 from attngen.ir.expr_text import parse, to_text
 from attngen.ir.fields import parse_access, parse_type, parse_word, split
+from attngen.ir.gl import GL
 from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.kernel import Kernel
 from attngen.ir.launch import HOST, Host
 from attngen.ir.module import Blocks, Cache, Config, Derived, DoesNotFit, Input, InputGradient, Meaning, Module, Read
 from attngen.ir.op import Block, Dialect, Op, WarpGroup
-from attngen.ir.pipe import PIPE
 from attngen.ir.syntax import HEADER_KEYS, IR_VERSION, MASKS, MEANING, SCORES, WARP_GROUP_WORDS
 
 _N = "([0-9]{1,9})"
@@ -211,7 +211,7 @@ def _sections(text: str, source: str) -> _Sections:
         elif section == "schedule":
             s.schedules[-1][1].append(_parse_config(line, s.header.get("backend", ""), where))
         elif section in ("kernel", "host"):
-            blocks, dialect = (s.kernels[-1][1], PIPE) if section == "kernel" else (s.hosts[-1][1], HOST)
+            blocks, dialect = (s.kernels[-1][1], GL) if section == "kernel" else (s.hosts[-1][1], HOST)
             _parse_in_blocks(line, blocks, dialect, where)
         else:
             _parse_header_line(s, word, rest, where)

@@ -138,7 +138,7 @@ class Traits:
     def adds_in_order(self) -> bool:
         """True if programs add to a tensor in order. Such a kernel runs only warp-specialized, because TMA does the
         additions."""
-        return any(only(self.kernel.ops(), tile.OrderedAdd))
+        return any(op.kind in ("ordered_add", "wait_semaphore") for op in self.kernel.ops())
 
     @cached_property
     def split_d_axis(self) -> GridAxis | None:
@@ -149,6 +149,11 @@ class Traits:
     def takes_heads(self) -> bool:
         """True if programs process several query heads of a group one after another."""
         return any(op.heads for op in only(self.kernel.ops(), tile.Loop, pipe.PipelinedLoop))
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """True if lower-pipelines has replaced the kernel's pipelines by buffers and barriers."""
+        return any(op.kind == "alloc_shared" for op in self.kernel.ops())
 
     @cached_property
     def is_persistent(self) -> bool:

@@ -19,6 +19,9 @@ Hopper's passes are listed in targets/hopper/passes/__init__.py. They change a f
 
 Then drop-unspecialized removes kernels that only run warp-specialized if that was not possible. limit-loads and
 `legalize` change only portable kernels.
+
+From the target module, the passes `lowering` of a specializer make the statements that are printed: for Hopper
+lower-pipelines and assign-barriers. The text of a module is that of its target module.
 """
 
 from __future__ import annotations
@@ -161,10 +164,15 @@ def lower(spec: Spec, after: str | None = None, tables: Mapping[str, Table] | No
     tables: measured schedules by device class, instead of those that come with attngen.
     """
     built = verify(build_module(spec))
-    names = ["build", *(p.name for p in passes(spec, built))]
+    lowering = [p for specializer in SPECIALIZERS.values() for p in specializer.lowering]
+    names = ["build", *(p.name for p in passes(spec, built)), *(p.name for p in lowering)]
     if after is not None and after not in names:
         raise SpecError(f"`{after}` is not a pass; {suggest(after, names)}")
     for name, module in _run(built, passes(spec, built, tables)):
         if name == after:
             return module if VERIFY_EACH else verify(module)
+    for step in lowering if after else ():
+        module = step.run(module)
+        if step.name == after:
+            return verify(module)
     return module

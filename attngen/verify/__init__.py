@@ -16,7 +16,7 @@ from attngen.ir import PHASES, Kernel, Module
 from attngen.ir.printer import print_module
 from attngen.targets.common.base import Rule
 from attngen.targets.registry import BACKENDS, SPECIALIZERS
-from attngen.verify import host
+from attngen.verify import host, statements
 from attngen.verify.async_products import wgmma_waits
 from attngen.verify.caches import zero_out_of_bounds
 from attngen.verify.combine import combine
@@ -160,6 +160,7 @@ def _violations(module: Module, kernel: Kernel) -> Iterator[tuple[str, str]]:
     before, held = _HELD.get(kernel, (read, set()))
     held = held if before == read else set()
     checked = rules(module.backend)[module.phase] if not kernel.backend else warp_specialized_rules(kernel.backend)
+    checked = statements.RULES if kernel.traits.is_lowered else checked
     for name, rule in checked.items():
         if name not in held:
             yield from ((name, reason) for reason in rule(module, kernel))

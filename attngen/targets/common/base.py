@@ -155,6 +155,7 @@ class Specializer:
     device: str
     specializations: tuple[Specialization, ...]
     passes: Callable[[Choose], tuple[Pass, ...]]
+    lowering: tuple[Pass, ...]  # from the target module to the statements that are printed
     rules: Mapping[str, Rule]  # rules of its kernels, in addition to those of all warp-specialized kernels
     file: str  # the file of the generated module that holds the kernels
     template: str

@@ -6,6 +6,8 @@ from attngen.targets.common.ahead import triton_version
 from attngen.targets.common.base import Compiler, ResourceModel, Specializer
 from attngen.targets.hopper.configs.registry import SPECIALIZATIONS
 from attngen.targets.hopper.configs.sm90 import DEVICE, NAME
+from attngen.targets.hopper.lowering.assign_barriers import AssignBarriers
+from attngen.targets.hopper.lowering.lower_pipelines import LowerPipelines
 from attngen.targets.hopper.passes.async_mma import AsyncMMA
 from attngen.targets.hopper.passes.defer_row_reduction import DeferRowReduction
 from attngen.targets.hopper.passes.exchange_p import ExchangeP
@@ -63,6 +65,7 @@ HOPPER = Specializer(
         LoadBeforeLookups(),
         LegalizeGluon(),
     ),
+    lowering=(LowerPipelines(), AssignBarriers()),
     rules={"fits": rules.fits},
     file="hopper.py",
     template=kernels.TEMPLATE,

@@ -9,12 +9,24 @@ Others, such as those of ping-pong, have the largest ones.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import sympy
 
-from attngen.ir import Expr, Kernel, gl, only
+from attngen.ir import Expr, Kernel, Module, gl, only
 from attngen.targets.hopper.configs.sm90 import FIRST_BARRIER, NAMED_BARRIERS
+from attngen.transforms.base import Pass
+
+
+@dataclass(frozen=True)
+class AssignBarriers(Pass):
+    """Number the named barriers of all warp-specialized kernels of Hopper."""
+
+    name = "assign-barriers"
+    phase = "target"
+
+    def run(self, module: Module) -> Module:
+        return replace(module, warp_specialized=tuple(map(assign_barriers, module.warp_specialized)))
 
 
 def assign_barriers(kernel: Kernel) -> Kernel:

@@ -13,7 +13,7 @@ after:
     %K_smem = alloc_shared count(STAGES) shape(BLOCK_KV; D_QK) like(K) : T[BLOCK_KV, D_QK] @sram
     %K_full = alloc_mbarriers count(STAGES)
     %K_free = named_barriers count(STAGES)
-    if K_loads >= STAGES body(@if_1)          // named_sync %K_free index(K_stage)
+    if where(K_loads >= STAGES) body(@if_1)   // named_sync %K_free index(K_stage)
     mbarrier_expect %K_full index(K_stage) bytes(2*BLOCK_KV*D_QK)
     tma_load %K place(b; h; kv_start; 0) barrier(%K_full) index(K_stage) smem(%K_smem) buffer(K_stage)
     next_load loads(K_loads) stages(STAGES) stage(K_stage)
@@ -30,7 +30,7 @@ barriers; the work loops still use it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -65,10 +65,22 @@ from attngen.targets.hopper.lowering.counters import COPY, INSTANCE, ZERO, Slot,
 from attngen.targets.hopper.lowering.lower_stores import StoreLowering
 from attngen.targets.hopper.lowering.shapes import rematerializes_address
 from attngen.targets.hopper.lowering.statements import threads_of
+from attngen.transforms.base import Pass
 
 PIECE = symbol("piece")
 FREE = "the stage is free"
 METADATA = (pipe.WriteTileStart, pipe.ProducerLoad, pipe.WriteTileIndex)
+
+
+@dataclass(frozen=True)
+class LowerPipelines(Pass):
+    """Replace the pipelines of all warp-specialized kernels of Hopper."""
+
+    name = "lower-pipelines"
+    phase = "target"
+
+    def run(self, module: Module) -> Module:
+        return replace(module, warp_specialized=tuple(lower_pipelines(module, k) for k in module.warp_specialized))
 
 
 def lower_pipelines(module: Module, kernel: Kernel) -> Kernel:
@@ -302,7 +314,7 @@ class _Lowering(StoreLowering):
         name, pipeline, s = op.pipeline, self.pipelines[op.pipeline], short(op.pipeline)
         if pipeline.exchange:
             yield self._sync(f"{s}_written", self._side(op), 2 * THREADS, "the other warp group has written it")
-            yield g.SmemView(op.name, f"{s}_smem", ZERO, op.type, reshaped=False)
+            yield g.SmemView(op.name, f"{s}_smem", ZERO, op.type)
         elif name in self.stored:
             yield from self._wait_for_stored(op)
         else:
@@ -328,7 +340,7 @@ class _Lowering(StoreLowering):
         instances = self.kernel.traits.sharing_warp_group.instances
         note = "the other instance's part is written"
         yield self._sync(f"{s}_written", each * slot.stage + 1 - INSTANCE, instances * THREADS, note)
-        yield g.SmemView(op.name, f"{s}_smem", slot.stage, op.type, reshaped=False)
+        yield g.SmemView(op.name, f"{s}_smem", slot.stage, op.type)
 
     @handles(pipe.ConsumerRelease)
     def _consumer_release(self, op: pipe.ConsumerRelease) -> Iterator[Op]:

@@ -98,8 +98,15 @@ class StoreLowering(Lowering):
         rows = self.shapes.dims(self.kernel.type_of(op.value).dims)[0]
         shape = rows, sympy.Integer(self.pipelines[op.pipeline].columns)
         yield g.SplitPiece(self._name("split"), op.value, "0")
-        for at, piece in ((4 * INSTANCE, "0_left"), (4 * INSTANCE + 1, "0_right"), (2 + INSTANCE, "1")):
-            yield g.SmemStoreAcc(self._name("store"), smem, op.value, at, shape, "REST", piece)
+        whole, rest = self.shapes.widths(self.kernel.type_of(op.value))
+        own, half = rest * INSTANCE, sympy.Integer(whole // 2)  # the second instance's share of the rest comes first
+        parts = (
+            (4 * INSTANCE, "0_left", (own, half)),
+            (4 * INSTANCE + 1, "0_right", (own + half, half)),
+            (2 + INSTANCE, "1", (whole - whole * INSTANCE, sympy.Integer(rest))),
+        )
+        for at, piece, columns in parts:
+            yield g.SmemStoreAcc(self._name("store"), smem, op.value, at, shape, "REST", piece, columns)
 
     # ------------------------------------------------------------------ by TMA to tensors
 
@@ -166,7 +173,8 @@ class StoreLowering(Lowering):
                 yield g.TmaWriteWait(self._name("wait"), note="the first pieces have left the stage")
             for i in numbers:
                 at = sympy.Integer(i % room)
-                yield g.SmemStore(self._name("store"), view.name, op.value, at, shape, piece=str(i))
+                columns = sympy.Integer(sum(widths[:i])), sympy.Integer(widths[i])
+                yield g.SmemStore(self._name("store"), view.name, op.value, at, shape, piece=str(i), columns=columns)
             yield self._fence()
             for i in numbers:
                 place = self._place(op.dst, column=sympy.Integer(i * widths[0]))

@@ -189,7 +189,7 @@ class StatementContext(ShapeContext):
         names = self._tile_vars(op.name)
         smem = self.kernel.op(op.smem)
         assert isinstance(smem, gl.AllocShared)
-        reshaped = self._dtype_shape(smem.shape) if op.reshaped else ""
+        reshaped = self._dtype_shape(smem.shape) if smem.like else ""
         if op.opaque and op.pieces > 1:
             first = f"{op.pieces} * {self._opaque(op.index)}"
             at = [f"{op.smem}.index({first}{f' + {i}' if i else ''})" for i in range(op.pieces)]
