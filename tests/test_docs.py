@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from attngen.builders import build_module
 from attngen.cli import main
 from attngen.errors import VerifyError
-from attngen.ir import launch, pipe, tile
+from attngen.ir import gl, launch, pipe, tile
 from attngen.ir.printer import print_module
 from attngen.lowering import pipeline
 from attngen.lowering.pipeline import passes
@@ -27,6 +27,7 @@ from attngen.targets.hopper import HOPPER
 from attngen.targets.hopper import passes as hopper_passes
 from attngen.verify import rules, verify, warp_specialized_rules
 from attngen.verify.host import RULES as HOST_RULES
+from attngen.verify.statements import RULES as STATEMENT_RULES
 from docs.site import ir_reference
 from tests.docs_common import PAGES, PATHS, Written, blocks, steps, text
 from tests.helpers import ROOT, lowered, spec
@@ -105,16 +106,25 @@ def test_the_reference_of_the_ir_has_every_op_pass_and_rule() -> None:
     levels = list(ir_reference.ops().values())
     assert [entry.name for entry in levels[0]] == list(tile.TILE.own)
     assert [entry.name for entry in levels[1]] == list(pipe.PIPE.own)
-    assert [entry.name for entry in levels[2]] == list(launch.HOST.own)
+    assert [entry.name for entry in levels[2]] == list(gl.GL.own)
+    assert [entry.name for entry in levels[3]] == list(launch.HOST.own)
     of_chunks = {"load_tile_start", "write_tile_start", "read_tile_start", "prefetch_tile"}
-    without_example = {"write_tile_index", "place", "classify_blocks"} | of_chunks
+    of_chunks |= {"gl_write_tile_start", "gl_read_tile_start"}
+    without_example = {
+        "write_tile_index",
+        "write_index",
+        "read_index",
+        "comment",
+        "place",
+        "classify_blocks",
+    } | of_chunks
     assert {entry.name for level in levels for entry in level if not entry.example} <= without_example
     entries = [entry for _, entry in ir_reference.all_entries()]
     assert [entry.name for entry in entries if not entry.says] == []
     page, passes_in = ir_reference.ir_page(), ir_reference.pass_entries()
     assert re.findall(r"^### `[\w-]+` \(\w+\) \{ #([\w-]+) \}$", page, re.MULTILINE) == [e.name for e in passes_in]
     assert {rule for of_phase in ir_reference.rule_entries().values() for rule in (e.name for e in of_phase)} == (
-        {*rules("triton")["target"], *warp_specialized_rules("hopper"), *HOST_RULES}
+        {*rules("triton")["target"], *warp_specialized_rules("hopper"), *STATEMENT_RULES, *HOST_RULES}
     )
 
 

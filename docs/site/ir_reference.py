@@ -19,14 +19,18 @@ from typing import Any, NamedTuple
 
 from attngen.builders import build_module
 from attngen.errors import suggest
-from attngen.ir import Access, Block, Host, Op, Type, WarpGroup, launch, pipe, tile
+from attngen.ir import Access, Block, Host, Op, Type, WarpGroup, gl, launch, pipe, tile
 from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Cache, Config, Derived, Input, InputGradient, Meaning, Module, Read
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_kernel
 from attngen.lowering.pipeline import passes
 from attngen.spec import make_spec
+from attngen.targets.registry import SPECIALIZERS
 from attngen.verify import rules, warp_specialized_rules
 from attngen.verify.host import RULES as HOST_RULES
+from attngen.verify.statements import RULES as STATEMENT_RULES
 from docs.site.committed import ROOT
 from docs.site.pages import rendered
 
@@ -39,9 +43,11 @@ STRUCTURES: dict[str, tuple[type, ...]] = {
 OPS_BY_LEVEL: dict[str, Mapping[str, type[Op]]] = {
     "Ops of kernels": tile.TILE.own,
     "Ops of warp-specialized kernels": pipe.PIPE.own,
+    "Ops of lowered kernels": gl.GL.own,
     "Ops of host programs": launch.HOST.own,
 }
-OF_WARP_SPECIALIZED, OF_HOST = "warp-specialized kernels", "host programs"
+OF_WARP_SPECIALIZED, OF_LOWERED, OF_HOST = "warp-specialized kernels", "lowered kernels", "host programs"
+LOWERED = ("causal_gqa", "causal_mqa", "mla_dims", "decode_mla")  # the modules with examples of their ops
 FIRST_EXAMPLE = "causal_gqa"  # the module in which examples of ops are looked for first
 
 
@@ -88,18 +94,20 @@ def pass_entries() -> list[Entry]:
     spec = make_spec({"name": "example", "head_dim": 64, "mask": "causal"})
     return [
         Entry(p.name, _file(type(p)), markdown(_after_name(_of_module(type(p)))), phase=p.phase)
-        for p in passes(spec, build_module(spec))
+        for p in (*passes(spec, build_module(spec)), *SPECIALIZERS["hopper"].lowering)
     ]
 
 
 def rule_entries() -> dict[str, list[Entry]]:
-    """The rules by the phase from which on they hold; then those of warp-specialized kernels and of host programs."""
+    """The rules by the phase from which on they hold; then those of warp-specialized kernels, of lowered ones, and of
+    host programs."""
     by_phase: dict[str, list[Entry]] = {}
     listed: set[str] = set()
     for phase, found in rules("triton").items():
         by_phase[phase] = [_rule(name, rule) for name, rule in found.items() if name not in listed]
         listed |= set(found)
     by_phase[OF_WARP_SPECIALIZED] = [_rule(name, rule) for name, rule in warp_specialized_rules("hopper").items()]
+    by_phase[OF_LOWERED] = [_rule(name, rule) for name, rule in STATEMENT_RULES.items()]
     by_phase[OF_HOST] = [_rule(name, rule) for name, rule in HOST_RULES.items()]
     return by_phase
 
@@ -151,11 +159,19 @@ def _examples() -> dict[str, str]:
     folders = sorted((ROOT / "generated").iterdir(), key=lambda folder: (folder.name != FIRST_EXAMPLE, folder.name))
     found: dict[str, str] = {}
     others: dict[str, str] = {}
-    for folder in folders:
-        _, _, text = (folder / "schedule.ir").read_text(encoding="utf-8").partition("\nhost @")
+    texts = [(folder / "schedule.ir").read_text(encoding="utf-8").partition("\nhost @")[2] for folder in folders]
+    for text in (*texts, *map(_lowered, LOWERED)):
         for kind, line in _printed_ops(text):
             (others if "_in_" in line else found).setdefault(kind, line)
     return others | found
+
+
+def _lowered(name: str) -> str:
+    """The kernels of a module in the form in which they are printed."""
+    module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text(encoding="utf-8"))
+    for step in SPECIALIZERS["hopper"].lowering:
+        module = step.run(module)
+    return "\n".join(map(print_kernel, module.warp_specialized))
 
 
 def _printed_ops(text: str) -> Iterator[tuple[str, str]]:

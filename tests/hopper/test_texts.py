@@ -39,13 +39,18 @@ def spec_of(texts: Texts) -> Spec:
 
 def passes_of(texts: Texts) -> dict[str, Pass]:
     """The passes of Hopper for the spec, by name."""
-    return {step.name: step for step in HOPPER.passes(partial(choose, HOPPER, spec_of(texts).schedule, committed()))}
+    first = HOPPER.passes(partial(choose, HOPPER, spec_of(texts).schedule, committed()))
+    return {step.name: step for step in (*first, *HOPPER.lowering)}
 
 
 def lowered(texts: Texts) -> dict[str, str]:
     """The texts that the spec is lowered to, by the name of the pass."""
     found: dict[str, Module] = {}
-    for name, module in stages_of(spec_of(texts)).items():
+    stages = dict(stages_of(spec_of(texts)))
+    *_, module = (made for name, made in stages.items() if name in PASSES)
+    for step in HOPPER.lowering:
+        stages[step.name] = module = step.run(module)
+    for name, module in stages.items():
         reduced = texts.reduced(module)
         if name == FIRST or (name in PASSES and reduced.warp_specialized != [*found.values()][-1].warp_specialized):
             found[name] = reduced

@@ -21,7 +21,7 @@ from attngen.targets.hopper import HOPPER
 FOLDER = Path(__file__).parent / "texts"
 FIRST = "dce"
 Rows = tuple[Config | DoesNotFit, ...]
-PASSES = tuple(step.name for step in HOPPER.passes(lambda *_: ""))
+PASSES = tuple(step.name for step in (*HOPPER.passes(lambda *_: ""), *HOPPER.lowering))
 
 
 @dataclass(frozen=True)
