@@ -18,6 +18,32 @@ from attngen.ir.op import Dialect, Op
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Table:
+    """A function for each class of ops, such as the rule that checks its types:
+
+    @TYPES.of(tile.Dot)
+    def _dot_errors(kernel: Kernel, op: tile.Dot) -> Iterator[str]: ...
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[type[Op], Callable[..., Any]] = {}
+
+    def of(self, *classes: type[Op]) -> Callable[[F], F]:
+        """Register a function for classes of ops."""
+
+        def register(function: F) -> F:
+            self.functions |= dict.fromkeys(classes, function)
+            return function
+
+        return register
+
+    def complete(self, ops: Iterable[type[Op]], without: Iterable[type[Op]]) -> None:
+        """Raise TypeError if some op has no function and is not among those that need none."""
+        if missing := set(ops) - {*without, *self.functions}:
+            kinds = ", ".join(sorted(op.declared.kind for op in missing))
+            raise TypeError(f"no function is registered for {kinds}")
+
+
 def handles(*classes: type[Op]) -> Callable[[F], F]:
     """Register a method for classes of ops. In a subclass, a method of the same name replaces it for them."""
 

@@ -3,11 +3,11 @@ in `pipeline_types`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-from attngen.ir import Kernel, Module, Op, only, pipe, tile
-from attngen.verify.pipeline_types import PIPELINE_ERRORS
+from attngen.ir import Kernel, Module, only, pipe, tile
+from attngen.verify.pipeline_types import PIPE_TYPES
 from attngen.verify.types import semaphore_errors, types
 
 _ROWS: set[tuple[str, tuple[str, ...]]] = {("f32", ("BLOCK_Q",))}
@@ -19,12 +19,14 @@ LAYOUTS = ("scores", "acc", "partials", "operand")
 BARRIER_STEPS = ("init", "sync", "arrive", "tail")
 
 
+@PIPE_TYPES.of(pipe.ScaledIota)
 def _scaled_iota_errors(kernel: Kernel, op: pipe.ScaledIota) -> Iterator[str]:
     step, made = kernel.type_of(op.value), (op.type.dtype, op.type.dims, op.type.space)
     if (step.dtype, step.dims) != ("f32", ()) or made != ("f32", ("BLOCK_KV",), "reg"):
         yield "multiplies positions in a tile of keys by one number: f32[] makes f32[BLOCK_KV] @reg"
 
 
+@PIPE_TYPES.of(pipe.Wgmma)
 def _wgmma_errors(kernel: Kernel, op: pipe.Wgmma) -> Iterator[str]:
     a, b = kernel.type_of(op.a), kernel.type_of(op.b)
     dims = tuple(d for t in (a, b) for d in t.dims if d != op.over)
@@ -66,6 +68,7 @@ def _piece_width(kernel: Kernel, ref: str) -> int:
     return pipeline.columns if isinstance(pipeline, pipe.Pipeline) else 0
 
 
+@PIPE_TYPES.of(pipe.WgmmaWait)
 def _wgmma_wait_errors(kernel: Kernel, op: pipe.WgmmaWait) -> Iterator[str]:
     product = kernel.type_of(op.value)
     same = (product.dtype, product.dims, "reg") == (op.type.dtype, op.type.dims, op.type.space)
@@ -73,12 +76,14 @@ def _wgmma_wait_errors(kernel: Kernel, op: pipe.WgmmaWait) -> Iterator[str]:
         yield f"waits for %{op.value}, which is not in flight, or has another type"
 
 
+@PIPE_TYPES.of(pipe.Pack)
 def _pack_errors(kernel: Kernel, op: pipe.Pack) -> Iterator[str]:
     value = kernel.type_of(op.value)
     if (value.dtype, value.dims, value.space) != ("f32", op.type.dims, op.type.space) or op.type.dtype != "T":
         yield "packs another type than f32 to the tensors' element type"
 
 
+@PIPE_TYPES.of(pipe.ConvertLayout)
 def _convert_layout_errors(kernel: Kernel, op: pipe.ConvertLayout) -> Iterator[str]:
     if kernel.type_of(op.value) != op.type:
         yield "changes the type of a value"
@@ -86,6 +91,7 @@ def _convert_layout_errors(kernel: Kernel, op: pipe.ConvertLayout) -> Iterator[s
         yield f"converts to({op.to}); expected {', '.join(LAYOUTS)}"
 
 
+@PIPE_TYPES.of(pipe.PinAfterWait, pipe.PinBeforeWait)
 def _pin_errors(kernel: Kernel, op: pipe.PinAfterWait | pipe.PinBeforeWait) -> Iterator[str]:
     if kernel.type_of(op.value) != op.type:
         yield "changes the type of a value"
@@ -96,6 +102,7 @@ def _pin_errors(kernel: Kernel, op: pipe.PinAfterWait | pipe.PinBeforeWait) -> I
         yield "is pinned after a wgmma_wait, and none comes before it"
 
 
+@PIPE_TYPES.of(pipe.SoftmaxStats)
 def _softmax_stats_errors(kernel: Kernel, op: pipe.SoftmaxStats) -> Iterator[str]:
     s, m = kernel.type_of(op.s), kernel.type_of(op.m)
     if (
@@ -110,6 +117,7 @@ def _softmax_stats_errors(kernel: Kernel, op: pipe.SoftmaxStats) -> Iterator[str
         yield f"guards `{op.guard}`; expected always or partial"
 
 
+@PIPE_TYPES.of(pipe.SoftmaxWeights)
 def _softmax_weights_errors(kernel: Kernel, op: pipe.SoftmaxWeights) -> Iterator[str]:
     base = kernel.type_of(op.base)
     rows = (base.dtype, base.dims) == ("f32", op.type.dims[:1])
@@ -122,6 +130,7 @@ def _softmax_weights_errors(kernel: Kernel, op: pipe.SoftmaxWeights) -> Iterator
         yield "needs scores of its own type, f32, a base for each row, and one number as scale"
 
 
+@PIPE_TYPES.of(pipe.PartialReduce)
 def _partial_reduce_errors(kernel: Kernel, op: pipe.PartialReduce) -> Iterator[str]:
     value = kernel.type_of(op.value)
     if (
@@ -133,6 +142,7 @@ def _partial_reduce_errors(kernel: Kernel, op: pipe.PartialReduce) -> Iterator[s
         yield f"sums {found} over {op.over}; expected columns of f32, and sums f32[BLOCK_Q, {pipe.PARTIALS}]"
 
 
+@PIPE_TYPES.of(pipe.SplitHalves, pipe.ConcatHalves)
 def _split_halves_errors(kernel: Kernel, op: pipe.SplitHalves | pipe.ConcatHalves) -> Iterator[str]:
     """The halves have the value's type, with half of one dimension. Concatenation is checked as the inverse."""
     whole, half = (
@@ -146,6 +156,7 @@ def _split_halves_errors(kernel: Kernel, op: pipe.SplitHalves | pipe.ConcatHalve
         yield f"has halves of {found} over {op.over}; expected {expected}"
 
 
+@PIPE_TYPES.of(tile.OrderedAdd)
 def _ordered_add_errors(kernel: Kernel, op: tile.OrderedAdd) -> Iterator[str]:
     """An add of a tile in a stage is a TMA reduction: one warp issues it, then releases the semaphore and the tile."""
     ops = kernel.block_of(op).ops
@@ -164,6 +175,7 @@ def _ordered_add_errors(kernel: Kernel, op: tile.OrderedAdd) -> Iterator[str]:
         yield "is a TMA reduction of several warps, or of no warp group; expected a warp group of one warp"
 
 
+@PIPE_TYPES.of(pipe.SchedulerBarrier)
 def _scheduler_barrier_errors(kernel: Kernel, op: pipe.SchedulerBarrier) -> Iterator[str]:
     if op.do not in BARRIER_STEPS:
         yield f"does `{op.do}`; expected {', '.join(BARRIER_STEPS)}"
@@ -172,6 +184,7 @@ def _scheduler_barrier_errors(kernel: Kernel, op: pipe.SchedulerBarrier) -> Iter
         yield "is in a warp group of one instance; expected several, which split the rows of a tile"
 
 
+@PIPE_TYPES.of(pipe.SemaphoreAcquire)
 def _semaphore_acquire_errors(kernel: Kernel, op: pipe.SemaphoreAcquire) -> Iterator[str]:
     yield from semaphore_errors(kernel, op.semaphore, op.order)
     adds, acquires = (
@@ -184,32 +197,12 @@ def _semaphore_acquire_errors(kernel: Kernel, op: pipe.SemaphoreAcquire) -> Iter
         yield "is not the only acquire of the semaphore of an add after it, in the same block"
 
 
-_ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
-    **PIPELINE_ERRORS,
-    pipe.ScaledIota: _scaled_iota_errors,
-    pipe.Wgmma: _wgmma_errors,
-    pipe.WgmmaWait: _wgmma_wait_errors,
-    pipe.Pack: _pack_errors,
-    pipe.ConvertLayout: _convert_layout_errors,
-    pipe.PinAfterWait: _pin_errors,
-    pipe.PinBeforeWait: _pin_errors,
-    pipe.SoftmaxStats: _softmax_stats_errors,
-    pipe.SoftmaxWeights: _softmax_weights_errors,
-    pipe.PartialReduce: _partial_reduce_errors,
-    pipe.SplitHalves: _split_halves_errors,
-    pipe.ConcatHalves: _split_halves_errors,
-    pipe.SchedulerBarrier: _scheduler_barrier_errors,
-    tile.OrderedAdd: _ordered_add_errors,
-    pipe.SemaphoreAcquire: _semaphore_acquire_errors,
-}
-
-
 def warp_group_types(module: Module, kernel: Kernel) -> Iterator[str]:
     """Types agree as in all kernels. Ops on pipelines agree with the pipeline, and products in flight are only waited
     for or accumulated to."""
     yield from types(module, kernel)
     for op in kernel.ops():
-        errors = _ERRORS.get(type(op))
+        errors = PIPE_TYPES.functions.get(type(op))
         yield from (f"%{op.name}: {reason}" for reason in errors(kernel, op)) if errors else ()
         if any(t.space == "flight" for t in op.results().values()) and not isinstance(op, pipe.Wgmma):
             yield f"%{op.name}: is in flight, which only a wgmma is"
@@ -217,3 +210,6 @@ def warp_group_types(module: Module, kernel: Kernel) -> Iterator[str]:
             kernel.type_of(ref).space == "flight" for ref in op.operands()
         ):
             yield f"%{op.name}: computes with a product in flight; expected its wgmma_wait before"
+
+
+PIPE_TYPES.complete(pipe.PIPE.own.values(), (pipe.ProducerTail, pipe.SemaphoreRelease, pipe.TmaStoreWait))

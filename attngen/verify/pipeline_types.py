@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from attngen.ir import AXIS_DIM, Kernel, Op, Type, only, pipe, tile
+from attngen.ir.behaviour import Table
 from attngen.tiles.intervals import mentions
 
+PIPE_TYPES = Table()  # what the types of an op of a warp-specialized kernel must be
 _OWN_DIM = {
     whole: own for own, whole in pipe.TILE_DIM.items()
 }  # dimension of all instances' rows -> that of one's own rows
@@ -17,6 +19,7 @@ def _text(t: Type) -> str:
     return f"{t.dtype}[{', '.join(t.dims)}]"
 
 
+@PIPE_TYPES.of(pipe.Pipeline)
 def _pipeline_errors(kernel: Kernel, op: pipe.Pipeline) -> Iterator[str]:
     if op.metadata_of:
         yield from _metadata_errors(kernel, op)
@@ -64,6 +67,7 @@ def _has_row_vectors(kernel: Kernel, op: pipe.Pipeline) -> bool:
     return written and (op.type.dtype, op.type.dims, op.per_instance) == ("f32", (AXIS_DIM[kernel.program_axis],), "")
 
 
+@PIPE_TYPES.of(pipe.WorkLoop)
 def _work_loop_errors(kernel: Kernel, op: pipe.WorkLoop) -> Iterator[str]:
     loops = list(only(kernel.ops(), pipe.WorkLoop))
     if not _has_work_tiles(kernel.op(op.pipeline)):
@@ -78,12 +82,14 @@ def _work_loop_errors(kernel: Kernel, op: pipe.WorkLoop) -> Iterator[str]:
         yield f"{len(loops)} ops run over the program's work tiles; expected one in each warp group"
 
 
+@PIPE_TYPES.of(pipe.ReloadTile)
 def _reload_tile_errors(kernel: Kernel, op: pipe.ReloadTile) -> Iterator[str]:
     loops = [other for other in only(kernel.ops(), pipe.WorkLoop) if not other.fetches]
     if (op.pipeline, kernel.graph.nodes[op.name]["block"]) not in {(other.pipeline, other.body) for other in loops}:
         yield f"reads a work tile from %{op.pipeline} where this warp group has none"
 
 
+@PIPE_TYPES.of(pipe.PrefetchTile)
 def _prefetch_tile_errors(kernel: Kernel, op: pipe.PrefetchTile) -> Iterator[str]:
     loops = [other for other in only(kernel.ops(), pipe.WorkLoop) if other.fetches]
     if (op.pipeline, kernel.graph.nodes[op.name]["block"]) not in {(other.pipeline, other.body) for other in loops}:
@@ -94,6 +100,7 @@ def _prefetch_tile_errors(kernel: Kernel, op: pipe.PrefetchTile) -> Iterator[str
         yield "fetches the next work tile before this one ends; programs of this kernel fetch a tile when they start it"
 
 
+@PIPE_TYPES.of(pipe.ProducerLoad)
 def _producer_load_errors(kernel: Kernel, op: pipe.ProducerLoad) -> Iterator[str]:
     source, pipeline = kernel.op(op.src.tensor), kernel.op(op.pipeline)
     loaded = tuple(AXIS_DIM[axis] for axis in op.src.axes())
@@ -125,6 +132,7 @@ def _early_errors(kernel: Kernel, op: pipe.ProducerLoad) -> Iterator[str]:
         yield f"is issued early, and a stage of %{op.pipeline} is released for another load; expected one load for it"
 
 
+@PIPE_TYPES.of(pipe.PipelinedLoop)
 def _tile_indices_errors(kernel: Kernel, op: pipe.PipelinedLoop) -> Iterator[str]:
     """Indices of listed tiles come with the tiles and are read before these are released."""
     written = {o.pipeline for o in only(kernel.ops(), pipe.WriteTileIndex)}
@@ -148,6 +156,7 @@ def _tile_indices_errors(kernel: Kernel, op: pipe.PipelinedLoop) -> Iterator[str
             yield f"runs @{body}, which needs the index of a tile after it has released the tile, with which it comes"
 
 
+@PIPE_TYPES.of(pipe.WriteTileIndex)
 def _write_tile_index_errors(kernel: Kernel, op: pipe.WriteTileIndex) -> Iterator[str]:
     pipeline = kernel.op(op.pipeline)
     if not isinstance(pipeline, pipe.Pipeline) or not pipeline.metadata_of or pipeline.type.dims:
@@ -156,6 +165,7 @@ def _write_tile_index_errors(kernel: Kernel, op: pipe.WriteTileIndex) -> Iterato
         yield from _load_order_errors(kernel, op, pipeline)
 
 
+@PIPE_TYPES.of(pipe.LoadTileStart)
 def _load_tile_start_errors(kernel: Kernel, op: pipe.LoadTileStart) -> Iterator[str]:
     if not kernel.traits.places:
         yield "loads where a tile lies in the whole sequence, of which a call has all rows"
@@ -163,6 +173,7 @@ def _load_tile_start_errors(kernel: Kernel, op: pipe.LoadTileStart) -> Iterator[
         yield "has another type than one integer"
 
 
+@PIPE_TYPES.of(pipe.WriteTileStart)
 def _write_tile_start_errors(kernel: Kernel, op: pipe.WriteTileStart) -> Iterator[str]:
     pipeline = kernel.op(op.pipeline)
     if op.when not in ("always", "partial"):
@@ -175,6 +186,7 @@ def _write_tile_start_errors(kernel: Kernel, op: pipe.WriteTileStart) -> Iterato
     yield from _load_order_errors(kernel, op, pipeline)
 
 
+@PIPE_TYPES.of(pipe.ReadTileStart)
 def _read_tile_start_errors(kernel: Kernel, op: pipe.ReadTileStart) -> Iterator[str]:
     """The position of a tile is read while the tile is in its stage, and before the block's first op that needs it."""
     wait = kernel.op(op.tile)
@@ -227,6 +239,7 @@ def _load_order_errors(
         )
 
 
+@PIPE_TYPES.of(pipe.ReadMetadata)
 def _read_metadata_errors(kernel: Kernel, op: pipe.ReadMetadata) -> Iterator[str]:
     pipeline, tile = kernel.op(op.pipeline), kernel.op(op.tile)
     if (
@@ -241,11 +254,13 @@ def _read_metadata_errors(kernel: Kernel, op: pipe.ReadMetadata) -> Iterator[str
     yield from _metadata_read_errors(kernel, op)
 
 
+@PIPE_TYPES.of(pipe.ConsumerWait)
 def _consumer_wait_errors(kernel: Kernel, op: pipe.ConsumerWait) -> Iterator[str]:
     if not isinstance(kernel.op(op.pipeline), pipe.Pipeline) or kernel.type_of(op.pipeline) != op.type:
         yield f"waits for a tile of another type than %{op.pipeline} has"
 
 
+@PIPE_TYPES.of(pipe.LocalLoad)
 def _local_load_errors(kernel: Kernel, op: pipe.LocalLoad) -> Iterator[str]:
     tile = kernel.type_of(op.value)
     in_stage = isinstance(kernel.op(op.value), pipe.ConsumerWait) and tile.space == "sram"
@@ -257,6 +272,7 @@ def _local_load_errors(kernel: Kernel, op: pipe.LocalLoad) -> Iterator[str]:
         yield f"loads %{op.value}, which has been released before"
 
 
+@PIPE_TYPES.of(pipe.ZeroOutOfBounds)
 def _zero_out_of_bounds_errors(kernel: Kernel, op: pipe.ZeroOutOfBounds) -> Iterator[str]:
     tile, rows = kernel.op(op.value), AXIS_DIM[kernel.loop_axis]
     of_rows = isinstance(tile, pipe.ConsumerWait) and tile.type.dims[:1] == (rows,)
@@ -264,12 +280,14 @@ def _zero_out_of_bounds_errors(kernel: Kernel, op: pipe.ZeroOutOfBounds) -> Iter
         yield f"zeroes rows of %{op.value}; expected a tile of rows of a cache for which this block has waited"
 
 
+@PIPE_TYPES.of(pipe.ConsumerRelease)
 def _consumer_release_errors(kernel: Kernel, op: pipe.ConsumerRelease) -> Iterator[str]:
     tile, blocks = kernel.op(op.value), kernel.graph.nodes
     if not isinstance(tile, pipe.ConsumerWait) or blocks[tile.name]["block"] != blocks[op.name]["block"]:
         yield "releases what this block has not waited for"
 
 
+@PIPE_TYPES.of(pipe.SliceRows)
 def _slice_rows_errors(kernel: Kernel, op: pipe.SliceRows) -> Iterator[str]:
     whole, own = kernel.type_of(op.value), AXIS_DIM[kernel.program_axis]
     all_rows = replace(op.type, dims=tuple(pipe.TILE_DIM[own] if d == own else d for d in op.type.dims))
@@ -278,11 +296,13 @@ def _slice_rows_errors(kernel: Kernel, op: pipe.SliceRows) -> Iterator[str]:
         yield f"is no slice of the instance's rows, {own}, of a tile of {pipe.TILE_DIM[own]}"
 
 
+@PIPE_TYPES.of(pipe.Rematerialize)
 def _rematerialize_errors(kernel: Kernel, op: pipe.Rematerialize) -> Iterator[str]:
     if not isinstance(kernel.op(op.value), pipe.ConsumerWait) or kernel.type_of(op.value) != op.type:
         yield f"has another type than %{op.value}, or that is no tile of a stage"
 
 
+@PIPE_TYPES.of(pipe.ProducerStore)
 def _producer_store_errors(kernel: Kernel, op: pipe.ProducerStore) -> Iterator[str]:
     pipeline, value, warp_group = kernel.type_of(op.pipeline), kernel.type_of(op.value), kernel.warp_group_of(op)
     whole_of = {part: whole for whole, part in pipe.SLICE_DIM.items()} | pipe.TILE_DIM
@@ -305,6 +325,7 @@ def _producer_store_errors(kernel: Kernel, op: pipe.ProducerStore) -> Iterator[s
         yield f"writes {_text(value)} to %{op.pipeline}, of {tile}; expected an instance's part of one dimension"
 
 
+@PIPE_TYPES.of(pipe.TmaStore)
 def _tma_store_errors(kernel: Kernel, op: pipe.TmaStore) -> Iterator[str]:
     target, pipeline, value = kernel.op(op.dst.tensor), kernel.op(op.staging), kernel.type_of(op.value)
     scores = isinstance(pipeline, pipe.Pipeline) and op.is_of_scores(kernel)
@@ -336,26 +357,3 @@ def _staged_scores_errors(kernel: Kernel, op: pipe.TmaStore) -> Iterator[str]:
     ]
     if ends != [pipe.TmaStoreWait, pipe.ConsumerRelease]:
         yield f"has no tma_store_wait before the tile of %{op.staging} is released"
-
-
-PIPELINE_ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
-    pipe.Pipeline: _pipeline_errors,
-    pipe.ProducerLoad: _producer_load_errors,
-    pipe.ConsumerWait: _consumer_wait_errors,
-    pipe.ReadMetadata: _read_metadata_errors,
-    pipe.WriteTileIndex: _write_tile_index_errors,
-    pipe.LoadTileStart: _load_tile_start_errors,
-    pipe.WriteTileStart: _write_tile_start_errors,
-    pipe.ReadTileStart: _read_tile_start_errors,
-    pipe.PipelinedLoop: _tile_indices_errors,
-    pipe.LocalLoad: _local_load_errors,
-    pipe.ConsumerRelease: _consumer_release_errors,
-    pipe.ZeroOutOfBounds: _zero_out_of_bounds_errors,
-    pipe.SliceRows: _slice_rows_errors,
-    pipe.Rematerialize: _rematerialize_errors,
-    pipe.ProducerStore: _producer_store_errors,
-    pipe.TmaStore: _tma_store_errors,
-    pipe.WorkLoop: _work_loop_errors,
-    pipe.ReloadTile: _reload_tile_errors,
-    pipe.PrefetchTile: _prefetch_tile_errors,
-}

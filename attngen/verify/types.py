@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir import AXIS_DIM, GROUPED, Access, Kernel, Module, Op, Type, dimension, tile
+from attngen.ir import AXIS_DIM, GROUPED, Access, Kernel, Module, Type, dimension, tile
+from attngen.ir.behaviour import Table
 from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names
 from attngen.ir.expr_text import to_text
 from attngen.ir.names import INTEGERS, ROW_AXES, START_RANKS
 
 SCORES = ("BLOCK_Q", "BLOCK_KV")
+TYPES = Table()  # what the types of an op must be: a sentence for each fault
 POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"))  # positions and sizes of tiles
 
 
@@ -25,10 +27,11 @@ def types(module: Module, kernel: Kernel) -> Iterator[str]:
         for e in op.expressions:
             if _computes_with_a_condition(e):
                 yield f"%{op.name}: `{to_text(e)}` computes with a condition"
-        errors = _ERRORS.get(type(op))
+        errors = TYPES.functions.get(type(op))
         yield from (f"%{op.name}: {reason}" for reason in errors(kernel, op)) if errors else ()
 
 
+@TYPES.of(tile.Dot)
 def _dot_errors(kernel: Kernel, op: tile.Dot) -> Iterator[str]:
     of = kernel.type_of
     a, b = of(op.a), of(op.b)
@@ -44,6 +47,7 @@ def _dot_errors(kernel: Kernel, op: tile.Dot) -> Iterator[str]:
         yield f"the accumulator is [{', '.join(of(op.acc).dims)}], the product [{', '.join(dims)}]"
 
 
+@TYPES.of(tile.Mask)
 def _mask_errors(kernel: Kernel, op: tile.Mask) -> Iterator[str]:
     of = kernel.type_of
     yield from (f"`{to_text(e)}` is no condition" for e in op.expressions if not isinstance(e, Boolean))
@@ -54,6 +58,7 @@ def _mask_errors(kernel: Kernel, op: tile.Mask) -> Iterator[str]:
         yield f"applies `{op.when}`; expected always or partial"
 
 
+@TYPES.of(tile.Loop)
 def _loop_errors(kernel: Kernel, op: tile.Loop) -> Iterator[str]:
     of = kernel.type_of
     for e in (e for r in op.ranges for e in r):
@@ -63,6 +68,7 @@ def _loop_errors(kernel: Kernel, op: tile.Loop) -> Iterator[str]:
         yield f"visits tiles of the list %{op.listed}, which is no pointer"
 
 
+@TYPES.of(tile.ListPosition)
 def _list_position_errors(kernel: Kernel, op: tile.ListPosition) -> Iterator[str]:
     of = kernel.type_of
     ranks = {name for name, _ in START_RANKS.values()}
@@ -72,6 +78,7 @@ def _list_position_errors(kernel: Kernel, op: tile.ListPosition) -> Iterator[str
         yield f"`{to_text(op.tile)}` is no integer"
 
 
+@TYPES.of(tile.CountTiles)
 def _count_tiles_errors(kernel: Kernel, op: tile.CountTiles) -> Iterator[str]:
     source, axis = kernel.op(op.src.tensor), op.src.index[-1]
     of_rows = (
@@ -86,12 +93,14 @@ def _count_tiles_errors(kernel: Kernel, op: tile.CountTiles) -> Iterator[str]:
         yield f"counts up to `{to_text(op.most)}`, which is no integer"
 
 
+@TYPES.of(tile.Seed)
 def _seed_errors(kernel: Kernel, op: tile.Seed) -> Iterator[str]:
     of = kernel.type_of
     if of(op.src) not in (Type("i64", (), s) for s in ("hbm", "?")) or (op.type.dtype, op.type.dims) != ("i64", ()):
         yield "is one i64, read from a tensor of one i64"
 
 
+@TYPES.of(tile.DropoutMask)
 def _dropout_mask_errors(kernel: Kernel, op: tile.DropoutMask) -> Iterator[str]:
     of = kernel.type_of
     one = [(of(r).dtype, of(r).dims) for r in (op.seed, op.threshold)]
@@ -99,6 +108,7 @@ def _dropout_mask_errors(kernel: Kernel, op: tile.DropoutMask) -> Iterator[str]:
         yield "needs a seed (i64) and a threshold (i32), and is b1 of BLOCK_Q and BLOCK_KV"
 
 
+@TYPES.of(tile.Dropout)
 def _dropout_errors(kernel: Kernel, op: tile.Dropout) -> Iterator[str]:
     of = kernel.type_of
     if (
@@ -109,6 +119,7 @@ def _dropout_errors(kernel: Kernel, op: tile.Dropout) -> Iterator[str]:
         yield "keeps the type of an f32 value, by a b1 of its dimensions"
 
 
+@TYPES.of(tile.Init)
 def _init_errors(kernel: Kernel, op: tile.Init) -> Iterator[str]:
     whole = op.value.is_Integer and -(2**31) <= op.value < 2**31
     if not op.value.is_number or not (op.type.dtype == "f32" or (op.type.dtype == "i32" and whole)):
@@ -116,6 +127,7 @@ def _init_errors(kernel: Kernel, op: tile.Init) -> Iterator[str]:
         yield f"starts at `{value}` as {op.type.dtype}; expected a number as f32, or an integer of 32 bits as i32"
 
 
+@TYPES.of(tile.SoftmaxStep)
 def _softmax_errors(kernel: Kernel, op: tile.SoftmaxStep) -> Iterator[str]:
     of = kernel.type_of
     row = op.type.dims[:1]
@@ -129,6 +141,7 @@ def _softmax_errors(kernel: Kernel, op: tile.SoftmaxStep) -> Iterator[str]:
         yield f"guards `{op.guard}`; expected always or partial"
 
 
+@TYPES.of(tile.Reduce)
 def _reduce_errors(kernel: Kernel, op: tile.Reduce) -> Iterator[str]:
     of = kernel.type_of
     value = of(op.value).dims
@@ -139,6 +152,7 @@ def _reduce_errors(kernel: Kernel, op: tile.Reduce) -> Iterator[str]:
         yield f"`{op.op}` is not a reduction; expected sum, min or max"
 
 
+@TYPES.of(tile.Scan)
 def _scan_errors(kernel: Kernel, op: tile.Scan) -> Iterator[str]:
     if kernel.type_of(op.value) != op.type or op.over not in op.type.dims:
         yield f"a scan keeps the type of its value, which has the dimension {op.over}"
@@ -146,6 +160,7 @@ def _scan_errors(kernel: Kernel, op: tile.Scan) -> Iterator[str]:
         yield f"`{op.op}` of {op.type.dtype} is not a scan; expected max of f32 or i32"
 
 
+@TYPES.of(tile.Deinterleave)
 def _deinterleave_errors(kernel: Kernel, op: tile.Deinterleave) -> Iterator[str]:
     of = kernel.type_of(op.value)
     paired = of.quantised
@@ -159,6 +174,7 @@ def _deinterleave_errors(kernel: Kernel, op: tile.Deinterleave) -> Iterator[str]
         yield f"splits the columns of {found}; expected halves of D_QK or D_V, of its type, or fp16 of pairs"
 
 
+@TYPES.of(tile.Interleave)
 def _interleave_errors(kernel: Kernel, op: tile.Interleave) -> Iterator[str]:
     a, b = kernel.type_of(op.a), kernel.type_of(op.b)
     paired = op.type.quantised
@@ -177,6 +193,7 @@ def _halved(t: Type) -> tuple[str, ...]:
     return tuple(d.replace("D_", "PAIRS_") for d in t.unpadded[1:])
 
 
+@TYPES.of(tile.Gather)
 def _gather_errors(kernel: Kernel, op: tile.Gather) -> Iterator[str]:
     source = kernel.op(op.src.tensor)
     if not isinstance(source, tile.Arg) or source.role not in ("in", "scratch") or source.type.dtype != op.type.dtype:
@@ -196,6 +213,7 @@ _SCATTERS = {  # operation -> roles and type of the target
 }
 
 
+@TYPES.of(tile.Scatter)
 def _scatter_errors(kernel: Kernel, op: tile.Scatter) -> Iterator[str]:
     of = kernel.type_of
     target = kernel.op(op.dst.tensor)
@@ -218,6 +236,7 @@ def _scatter_errors(kernel: Kernel, op: tile.Scatter) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
+@TYPES.of(tile.CacheLength)
 def _cache_length_errors(kernel: Kernel, op: tile.CacheLength) -> Iterator[str]:
     source = kernel.op(op.src.tensor)
     if op.name != "Nk" or (op.type.dtype, op.type.dims) != ("i32", ()):
@@ -259,6 +278,7 @@ def _table_errors(kernel: Kernel, op: tile.Append | tile.Load, rows: str) -> Ite
         yield f"has %{op.pages} as pages of its rows; expected those of %PAGE_TABLE[b, {index}] where({where})"
 
 
+@TYPES.of(tile.Append)
 def _append_errors(kernel: Kernel, op: tile.Append) -> Iterator[str]:
     """New rows are stored after those of the cache: at CACHE_SEQLENS[b] + kv_idx."""
     yield from _access_errors(kernel, op)
@@ -272,6 +292,7 @@ def _append_errors(kernel: Kernel, op: tile.Append) -> Iterator[str]:
         yield "appends rows elsewhere than after CACHE_SEQLENS[b] rows, or without the capacity `Nc` of a sequence"
 
 
+@TYPES.of(tile.Base, tile.Load, tile.Store)
 def _access_errors(kernel: Kernel, op: tile.Base | tile.Load | tile.Store) -> Iterator[str]:
     of = kernel.type_of
     access = op.dst if isinstance(op, tile.Store) else op.src
@@ -307,6 +328,7 @@ def _access_errors(kernel: Kernel, op: tile.Base | tile.Load | tile.Store) -> It
             yield f"cannot check `{axis} if {when}`; expected one of {', '.join(access.axes())}, always or partial"
 
 
+@TYPES.of(tile.Map)
 def _map_errors(kernel: Kernel, op: tile.Map) -> Iterator[str]:
     value = op.type.dtype
     for ref in (r for _, r in op.uses if kernel.type_of(r).dtype == "ptr"):
@@ -329,6 +351,7 @@ def _map_errors(kernel: Kernel, op: tile.Map) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
+@TYPES.of(tile.OrderedAdd, tile.OrderedAccumulate)
 def _ordered_add_errors(kernel: Kernel, op: tile.OrderedAdd | tile.OrderedAccumulate) -> Iterator[str]:
     yield from _access_errors(kernel, op)
     if op.semaphore is None or op.order is None:
@@ -408,29 +431,6 @@ def _integers_of(e: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
 
 
 # The errors in the types of each kind of op.
-_ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
-    tile.Dot: _dot_errors,
-    tile.Map: _map_errors,
-    tile.Mask: _mask_errors,
-    tile.Loop: _loop_errors,
-    tile.ListPosition: _list_position_errors,
-    tile.Seed: _seed_errors,
-    tile.DropoutMask: _dropout_mask_errors,
-    tile.Dropout: _dropout_errors,
-    tile.Init: _init_errors,
-    tile.SoftmaxStep: _softmax_errors,
-    tile.Reduce: _reduce_errors,
-    tile.Scan: _scan_errors,
-    tile.Deinterleave: _deinterleave_errors,
-    tile.Interleave: _interleave_errors,
-    tile.CountTiles: _count_tiles_errors,
-    tile.Gather: _gather_errors,
-    tile.Scatter: _scatter_errors,
-    tile.Base: _access_errors,
-    tile.Load: _access_errors,
-    tile.Store: _access_errors,
-    tile.Append: _append_errors,
-    tile.CacheLength: _cache_length_errors,
-    tile.OrderedAdd: _ordered_add_errors,
-    tile.OrderedAccumulate: _ordered_add_errors,
-}
+
+
+TYPES.complete(tile.TILE.own.values(), (tile.Arg, tile.Barrier, tile.GridDependencyWait, tile.Yield))
