@@ -11,12 +11,13 @@ from itertools import islice
 
 import pytest
 
+from attngen.codegen import lines
 from attngen.codegen.render import render
 from attngen.errors import SpecError
 from attngen.ir import Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
-from attngen.targets.printing import layout, lines
+from attngen.targets.printing import layout
 from attngen.targets.printing.breaking import statement
 from tests.helpers import ROOT
 from tests.lang_strategies import scores
