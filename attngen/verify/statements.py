@@ -6,15 +6,56 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import networkx as nx
 import sympy
 
-from attngen.ir import Block, Expr, Kernel, Module, Op, gl, only, pipe, symbol, to_text
+from attngen.ir import Block, Expr, Kernel, Module, Op, gl, only, pipe, symbol, symbol_names, to_text
 
 MBARRIER = (gl.MbarrierInit, gl.MbarrierExpect, gl.MbarrierArrive, gl.MbarrierWait)
 NAMED = (gl.NamedArrive, gl.NamedSync)
 SMEM = (gl.SmemView, gl.SmemLoad, gl.SmemStore, gl.SmemStoreAcc)
 NAMED_BARRIERS = 16  # of a CTA (PTX ISA, barrier)
 INSTANCE = symbol("_WARP_GROUP")
+
+
+def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The bodies of statements and loops are blocks of the kernel, none of which runs itself."""
+    names = {block.name for block in kernel.blocks} - {"entry", *(block.name for block in kernel.warp_groups)}
+    runs: nx.DiGraph[str] = nx.DiGraph()
+    for block in kernel.blocks:
+        for op in block.ops:
+            for body in pipe.bodies_of(op):
+                runs.add_edge(block.name, body)
+                if body not in names:
+                    yield f"%{op.name} runs @{body}; expected the body of a statement or a loop"
+    if not nx.is_directed_acyclic_graph(runs):
+        first, _ = nx.find_cycle(runs)[0]
+        yield f"@{first} runs itself"
+
+
+def integers(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Counts, numbers and indices of arrays are integers, made of constants, stages and instances."""
+    known = {"STAGES", "_WARP_GROUP", "at", "copy", "piece", *_counted(kernel)}
+    for op in kernel.ops():
+        counts = [
+            getattr(op, field)
+            for field in ("count", "first")
+            if op.kind in ("alloc_shared", "alloc_mbarriers", "named_barriers", "static_for")
+            and getattr(op, field, None) is not None
+        ]
+        for e in counts:
+            if not {*symbol_names(e)} <= {"STAGES"} or not e.subs(symbol("STAGES"), 2).is_Integer:
+                yield f"%{op.name} has the number `{to_text(e)}`; expected integers and STAGES"
+        for _, index, _ in _indexed(kernel, op):
+            unknown = {*symbol_names(index)} - known
+            if unknown or not index.subs(dict.fromkeys(index.free_symbols, 1)).is_Integer:
+                yield f"%{op.name} has the index `{to_text(index)}`; expected integers, stages and instances"
+
+
+def _counted(kernel: Kernel) -> set[str]:
+    """The variables of stages and phases."""
+    counters = only(kernel.ops(), gl.Counters)
+    return {name for op in counters for name in (op.stage, op.count) if name}
 
 
 def buffers(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -165,6 +206,8 @@ def _within(kernel: Kernel, block: Block, loops: dict[str, Expr]) -> Iterator[tu
 
 
 RULES: dict[str, Callable[[Module, Kernel], Iterator[str]]] = {
+    "bodies": bodies,
+    "integers": integers,
     "buffers": buffers,
     "initialised": initialised,
     "named-barriers": named_barriers,
