@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from attngen.ir import Module, Op, Type, gl, only
-from attngen.targets.hopper.lowering.assign_barriers import assign_barriers
 from attngen.targets.hopper.lowering.counters import Counting
-from attngen.targets.hopper.lowering.lower_pipelines import lower_pipelines
+from attngen.targets.hopper.lowering.lowered import lowered
 from attngen.targets.hopper.lowering.shapes import Shapes
 from attngen.targets.hopper.printing.exchange_views import ExchangeContext
 from attngen.targets.printing.context import KernelContext
@@ -20,7 +19,7 @@ class ShapeContext(ExchangeContext):
         self.pipelines = self.shapes.pipelines
         self.own, self.loop = self.source.program_axis, self.source.loop_axis
         super().__init__(module, self.source)
-        self.kernel = assign_barriers(lower_pipelines(module, self.source))
+        self.kernel = lowered(module, self.source)
         self.variables |= {op.name: "pieces" for op in only(self.kernel.ops(), gl.SmemReinterpret)}
         for op in self.kernel.ops():
             for field in op.results():
